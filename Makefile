@@ -1,0 +1,51 @@
+# Every target sets up .venv first (once): `make demo` and `make test` are all that a fresh clone needs.
+PYTHON ?= python3
+PY := .venv/bin/python
+WORKERS ?= auto
+
+.PHONY: help setup demo test test-full lint build check kernels gpu-check wheel clean
+
+help:
+	@echo "make demo        train a small language model with generated optimizers beside torch's AdamW"
+	@echo "make test        lint, types and the tests of every day"
+	@echo "make test-full   also the slow tests and the whole product of rules and plans"
+	@echo "make build       print generated/ again from specs/; make check only compares"
+	@echo "make kernels     instructions per element of every Triton kernel (no GPU needed)"
+	@echo "make gpu-check   tests and benchmarks on this machine's GPU"
+	@echo "make wheel       build dist/*.whl"
+
+setup:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' || \
+	  { echo "optgen needs Python 3.11 or newer; make PYTHON=python3.12 $(MAKECMDGOALS) names another one"; exit 2; }
+	@$(PYTHON) tools/setup_env.py
+
+demo: setup
+	@$(PY) tools/demo.py $(ARGS)
+
+test: lint
+	$(PY) -m pytest -n $(WORKERS) -m "not slow and not full" $(ARGS)
+
+test-full: lint
+	$(PY) -m pytest -n $(WORKERS) --hypothesis-profile=full $(ARGS)
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+build: setup
+	$(PY) -m optgen.driver.cli build
+
+check: setup
+	$(PY) -m optgen.driver.cli build --check
+
+kernels: setup
+	$(PY) tools/kernel_stats.py $(ARGS)
+
+gpu-check: setup
+	$(PY) tools/gpu_check.py $(ARGS)
+
+wheel: setup
+	$(PY) -m hatchling build -t wheel
+
+clean:
+	rm -rf dist demo_out .mypy_cache .ruff_cache .pytest_cache .hypothesis

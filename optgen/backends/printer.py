@@ -1,0 +1,88 @@
+"""Expressions as text: precedence, names, the author's lines beside; a backend brings the spellings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from optgen.ir.node import Node
+from optgen.ir.program import Let
+
+ATOM = 100
+# Python's precedence: (operator, level, whether the right operand needs parentheses at the same level)
+INFIX: Mapping[str, tuple[str, int]] = {
+    "mul": ("*", 20), "div": ("/", 20), "add": ("+", 10), "sub": ("-", 10), "shl": ("<<", 8), "shr": (">>", 8),
+    "and": ("&", 7), "xor": ("^", 6), "or": ("|", 5), "lt": ("<", 4), "le": ("<=", 4), "eq": ("==", 4),
+    "ne": ("!=", 4),
+}  # fmt: skip
+
+Text = tuple[str, int]  # an expression and how tightly it binds
+Spelling = Callable[["Printer", Node], Text]
+
+
+@dataclass
+class Printer:
+    """Prints nodes; `names` gives the variable of every node bound so far, `spell` the backend's own forms.
+
+    Operators that `spell` does not have are written infix.
+    """
+
+    spell: Mapping[str, Spelling]
+    names: dict[int, str]
+
+    def text(self, node: Node, level: int = 0) -> str:
+        """The expression, in parentheses where it binds less tightly than `level`."""
+        out, binds = self.express(node)
+        return f"({out})" if binds < level else out
+
+    def express(self, node: Node) -> Text:
+        if node.uid in self.names:
+            return self.names[node.uid], ATOM
+        if node.op in self.spell:
+            return self.spell[node.op](self, node)
+        if node.op in INFIX:
+            sign, level = INFIX[node.op]
+            a, b = node.args
+            # Comparisons do not chain, shifts and differences do not associate: the right side is one tighter.
+            return f"{self.text(a, level + (level == 4))} {sign} {self.text(b, level + 1)}", level
+        raise KeyError(f"no spelling for {node.op}")
+
+    def call(self, function: str, *args: Node) -> Text:
+        return f"{function}({', '.join(self.text(a) for a in args)})", ATOM
+
+    def bind(self, let: Let) -> str:
+        """The let's expression; afterwards its node prints as its name."""
+        out, _ = self.express(let.node)
+        self.names[let.node.uid] = let.name
+        return out
+
+
+def number(node: Node) -> str:
+    """A constant as Python text; f32 constants are written as floats."""
+    value = node.attr
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, int):
+        return str(value)
+    return repr(value)
+
+
+def with_comments(lines: list[tuple[str, str]], limit: int = 116) -> list[str]:
+    """Code with its comments in one column, or above the code where both do not fit on a line."""
+    width = max((len(code) for code, comment in lines if comment and len(code) < 72), default=0)
+    out = []
+    for code, comment in lines:
+        if not comment:
+            out.append(code)
+        elif len(code) <= width and width + 4 + len(comment) <= limit:
+            out.append(f"{code:<{width}}  # {comment}")
+        else:
+            out += [f"# {comment}", code]
+    return out
+
+
+def comment_of(let: Let) -> str:
+    """The author's line number and line, or the doc of a let that no author's line made."""
+    if let.loc is not None and let.line:
+        return f"{let.loc.line}  {let.line}"
+    return let.doc

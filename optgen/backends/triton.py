@@ -1,0 +1,328 @@
+"""Triton kernels: one launch per (group, plan, dtype) over all its tensors.
+
+A program walks the tiles of its work item.  A tile is `G` storage blocks of `B` elements (a flat run of
+elements where nothing is stored in blocks): 256 elements, 8 per thread of one warp, so that bf16 moves in
+128-bit and 8-bit codes in 64-bit accesses and no value crosses threads but in the block reductions.  Full
+tiles are unmasked; the tail of a tensor, and tensors whose rows end within a block, are masked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from optgen.backends.printer import ATOM, Printer, Spelling, Text, number
+from optgen.backends.reference import assemble, bound_lines
+from optgen.ir.node import Node, is_const
+from optgen.ir.program import Buffer, Program, Schedule
+from optgen.ir.ranges import Interval, ranges
+from optgen.ops import dtypes, spaces
+from optgen.ops.dtypes import DType
+
+TILE = 256  # elements: 8 per thread of one warp; more per thread turns 128-bit accesses into strided ones
+
+_TL: Mapping[str, str] = {
+    "f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i16": "int16", "i8": "int8",
+    "u8": "uint8", "i64": "int64", "bool": "int1",
+}  # fmt: skip
+
+
+def tl_dtype(d: DType) -> str:
+    return f"tl.{_TL[d.name]}"
+
+
+class TritonPrinter(Printer):
+    """A printer that knows the maths mode, intervals, and which space an operand is read in."""
+
+    def __init__(self, program: Program, intervals: Mapping[int, Interval]) -> None:
+        super().__init__(FAST if program.maths == "fast" else STRICT, {})
+        self.program = program
+        self.intervals = intervals
+
+    def text(self, node: Node, level: int = 0) -> str:
+        return super().text(node, level)
+
+    def nonneg(self, node: Node) -> bool:
+        return self.intervals.get(node.uid, (-math.inf, 0))[0] >= 0
+
+    def operand(self, user: Node, node: Node, level: int = 0) -> str:
+        """An operand of `user`; a block's value beside elements is broadcast along the block."""
+        if user.space == spaces.elem and node.space.name == "block":
+            return f"{self.text(node, ATOM)}[:, None]"
+        return self.text(node, level)
+
+
+def _infix(sign: str, level: int) -> Spelling:
+    def spell(p: Printer, n: Node) -> Text:
+        assert isinstance(p, TritonPrinter)
+        a, b = n.args
+        return f"{p.operand(n, a, level + (level == 4))} {sign} {p.operand(n, b, level + 1)}", level
+
+    return spell
+
+
+def _call(function: str, tail: str = "") -> Spelling:
+    def spell(p: Printer, n: Node) -> Text:
+        assert isinstance(p, TritonPrinter)
+        return f"{function}({', '.join(p.operand(n, a) for a in n.args)}{tail})", ATOM
+
+    return spell
+
+
+def _const(p: Printer, n: Node) -> Text:
+    return number(n), ATOM if isinstance(n.attr, bool) or n.attr >= 0 else 30
+
+
+def _cast(p: Printer, n: Node) -> Text:
+    (x,) = n.args
+    return f"{p.text(x, ATOM)}.to({tl_dtype(n.dtype)})", ATOM
+
+
+def _bitcast(p: Printer, n: Node) -> Text:
+    return f"{p.text(n.args[0], ATOM)}.to({tl_dtype(n.dtype)}, bitcast=True)", ATOM
+
+
+def _lshr(p: Printer, n: Node) -> Text:
+    x, k = n.args
+    assert isinstance(p, TritonPrinter)
+    if p.nonneg(x):
+        return f"{p.text(x, 8)} >> {k.attr}", 8
+    return f"({p.text(x, ATOM)}.to(tl.uint32, bitcast=True) >> {k.attr}).to(tl.int32, bitcast=True)", ATOM
+
+
+def _sign(p: Printer, n: Node) -> Text:
+    x = p.text(n.args[0], 5)
+    return f"tl.where({x} > 0, 1.0, tl.where({x} < 0, -1.0, {x}))", ATOM
+
+
+def _strict_div(p: Printer, n: Node) -> Text:
+    assert isinstance(p, TritonPrinter)
+    a, b = n.args
+    return f"tl.div_rn({p.operand(n, a)}, {p.operand(n, b)})", ATOM
+
+
+def _fast_div(p: Printer, n: Node) -> Text:
+    """a / b where no rule has made it a product: of block values, of constants."""
+    assert isinstance(p, TritonPrinter)
+    a, b = n.args
+    return f"{p.operand(n, a, 20)} / {p.operand(n, b, 21)}", 20
+
+
+def _rcp(p: Printer, n: Node) -> Text:
+    """1 / b: the square of a reciprocal root where b >= 0 (3 instructions; the approximate division is 8)."""
+    (b,) = n.args
+    assert isinstance(p, TritonPrinter)
+    if p.nonneg(b):
+        return f"reciprocal({p.text(b)})", ATOM
+    return f"1.0 / {p.text(b, 21)}", 20
+
+
+def _rint(p: Printer, n: Node) -> Text:
+    return f"rint({p.text(n.args[0])})", ATOM
+
+
+def _floor(p: Printer, n: Node) -> Text:
+    return f"tl.floor({p.text(n.args[0])})", ATOM
+
+
+def _block(name: str) -> Spelling:
+    return lambda p, n: (f"{name}({p.text(n.args[0])}, live, MASKED)", ATOM)
+
+
+def _load(p: Printer, n: Node) -> Text:
+    if n.space.name == "block":
+        return f"get({n.attr}_ptr, at_block, live_block, MASKED)", ATOM
+    return f"get({n.attr}_ptr, at, live, MASKED)", ATOM
+
+
+_COMMON: dict[str, Spelling] = {
+    "add": _infix("+", 10), "sub": _infix("-", 10), "mul": _infix("*", 20), "shl": _infix("<<", 8),
+    "shr": _infix(">>", 8), "and": _infix("&", 7), "xor": _infix("^", 6), "or": _infix("|", 5),
+    "lt": _infix("<", 4), "le": _infix("<=", 4), "eq": _infix("==", 4), "ne": _infix("!=", 4),
+    "const": _const,
+    "sym": lambda p, n: (str(n.attr), ATOM),
+    "key": lambda p, n: (str(n.attr), ATOM),
+    "index": lambda p, n: ("index", ATOM),
+    "load": _load,
+    "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
+    "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
+    "abs": _call("tl.abs"),
+    "min": _call("tl.minimum", ", propagate_nan=tl.PropagateNan.ALL"),
+    "max": _call("tl.maximum", ", propagate_nan=tl.PropagateNan.ALL"),
+    "fma": _call("tl.fma"),
+    "where": _call("tl.where"),
+    "sign": _sign,
+    "lshr": _lshr,
+    "cast": _cast,
+    "bitcast": _bitcast,
+    "rint": _rint,
+    "floor": _floor,
+    "block_max": _block("block_max"),
+    "block_min": _block("block_min"),
+}  # fmt: skip
+
+
+def _integer_limit(name: str) -> Spelling:
+    def spell(p: Printer, n: Node) -> Text:
+        assert isinstance(p, TritonPrinter)
+        tail = ", propagate_nan=tl.PropagateNan.ALL" if n.dtype.is_float else ""
+        return f"tl.{name}({', '.join(p.operand(n, a) for a in n.args)}{tail})", ATOM
+
+    return spell
+
+
+_COMMON |= {"min": _integer_limit("minimum"), "max": _integer_limit("maximum")}
+STRICT: dict[str, Spelling] = _COMMON | {"div": _strict_div, "sqrt": _call("tl.sqrt_rn")}
+FAST: dict[str, Spelling] = _COMMON | {"div": _fast_div, "rcp": _rcp, "sqrt": _call("tl.sqrt")}
+
+PRELUDE = ("block_max", "block_min", "get", "put", "reciprocal", "rint", "tile_of_blocks")
+
+
+def tile_elements(schedule: Schedule) -> int:
+    """Elements per tile; a tile holds at least one storage block."""
+    return max(TILE, schedule.program.block)
+
+
+def _pointers(program: Program) -> list[str]:
+    return [f"{b.name}_ptr" for b in program.buffers]
+
+
+def _comment(b: Buffer) -> str:
+    access = " and ".join(w for w, yes in (("read", b.reads), ("written", b.writes)) if yes)
+    dtype = "float" if b.role == "grad" else b.dtype.torch
+    shape = f"[blocks of {b.space.size}]" if b.space.size else "[n]"
+    return f"{dtype} {shape}  {access}"
+
+
+def _tile(schedule: Schedule, function: str, source: str) -> list[str]:
+    """The tile function: decode, update, encode."""
+    program, (sweep,) = schedule.program, schedule.sweeps
+    roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
+    printer = TritonPrinter(program, ranges(roots, scalar_ranges(program)))
+    lines = bound_lines(sweep.lets, printer)
+    for s in sweep.stores:
+        block = program.buffer(s.buffer).space.name == "block"
+        at, live = ("at_block", "live_block") if block else ("at", "live")
+        value = printer.text(s.node)
+        if not block and s.node.space != spaces.elem:
+            value = f"tl.broadcast_to({value if s.node.space == spaces.host else value + '[:, None]'}, at.shape)"
+        lines["encode"].append((f"put({s.buffer}_ptr, {at}, {value}, {live}, MASKED)", ""))
+    host = [let.name for let in program.host]
+    names = [*_pointers(program), "at", "at_block", "live", "live_block", "index", *host, *keys(schedule), "MASKED: tl.constexpr"]
+    out = ["@triton.jit", *wrapped(f"def {function}_tile(", names)]
+    out.append('    """One tile of {} elements."""'.format(tile_elements(schedule)))
+    return out + [f"    {line}" for line in assemble(lines, source)]
+
+
+def keys(schedule: Schedule) -> list[str]:
+    return ["step_key", "stream_key"]
+
+
+def wrapped(head: str, names: list[str], indent: str = "    ", close: str = "):") -> list[str]:
+    """head + names, a line each time 110 columns are full."""
+    one = head + ", ".join(names) + close
+    if len(one) <= 110:
+        return [one]
+    out, line = [head], indent
+    for name in names:
+        if len(line) + len(name) > 108:
+            out.append(line.rstrip())
+            line = indent
+        line += f"{name}, "
+    return [*out, line.rstrip(), close]
+
+
+def scalar_ranges(program: Program) -> dict[str, Interval]:
+    """Intervals of the kernel's scalars, from the hyper-parameters' ranges through the host lets."""
+    known: dict[str, Interval] = dict(program.ranges)
+    for let in program.host:
+        if let.node.op != "sym":
+            known[let.name] = ranges([let.node], known)[let.node.uid]
+    return known
+
+
+def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
+    """The tile function and the kernel that walks the tiles of a work item."""
+    program = schedule.program
+    block, tile = program.block, tile_elements(schedule)
+    host = [let.name for let in program.host]
+    columns = len(program.buffers)
+    out = _tile(schedule, function, source)
+    args = ["table", "work", *(f"{h}: tl.float32" for h in host), "step_key: tl.int32"]
+    args += ["GRAD: tl.constexpr", "TILES: tl.constexpr", "RAGGED: tl.constexpr", "ALIGNED: tl.constexpr"]
+    out += ["", "", "@triton.jit", *wrapped(f"def {function}(", args)]
+    out.append(f'    """{program.name}: the tiles of one work item; see optgen.runtime.launch for table and work."""')
+    out.append("    item = work + 2 * tl.program_id(0)")
+    out.append(f"    row = table + {columns + 3} * tl.load(item).to(tl.int64)")
+    out.append("    first = tl.load(item + 1).to(tl.int64)")
+    for i, b in enumerate(program.buffers):
+        dtype = "GRAD" if b.role == "grad" else tl_dtype(b.dtype)
+        pointer = f"{b.name}_ptr = pointer(row + {i}, {dtype}, ALIGNED)"
+        out.append(f"    {pointer:<64}  # {_comment(b)}")
+    out.append(f"    numel = tl.load(row + {columns})")
+    out.append(f"    columns = tl.load(row + {columns + 1})")
+    out.append(f"    stream_key = tl.load(row + {columns + 2}).to(tl.int32)")
+    shared = [*host, "step_key", "stream_key"]
+
+    def call(pointers: list[str], tail: list[str], masked: str, indent: str) -> list[str]:
+        return [indent + x for x in wrapped(f"{function}_tile(", [*pointers, *tail, *shared, masked], close=")")]
+
+    plain = _pointers(program)
+    if block == 1:
+        out.append(f"    at = tl.arange(0, {tile})")
+        shift = {b.name: "start" for b in program.buffers}
+        at_block = "0"
+    else:
+        rows = tile // block
+        out.append(f"    at_block = tl.arange(0, {rows})")
+        out.append(f"    at = at_block[:, None] * {block} + tl.arange(0, {block})[None, :]")
+        shift = {b.name: f"tile * {rows}" if b.space.size else "start" for b in program.buffers}
+        at_block = "at_block"
+    moved = [f"{b.name}_ptr + {shift[b.name]}" for b in program.buffers]
+    if block > 1:
+        out.append("    if RAGGED:")
+        out.append("        # Rows end within a block: tiles count blocks row by row, every access is masked.")
+        out.append(f"        per_row = (columns + {block - 1}) // {block}")
+        out.append("        blocks = numel // columns * per_row")
+        out.append(f"        last = tl.minimum(first + TILES, (blocks + {rows - 1}) // {rows})")
+        out.append("        for tile in range(first, last):")
+        out.append(f"            block = tile * {rows} + at_block")
+        out.append("            start = block // per_row * columns")
+        out.append(f"            lane = (block % per_row * {block})[:, None] + tl.arange(0, {block})[None, :]")
+        out.append("            where = start[:, None] + lane")
+        out.append("            live_block = block < blocks")
+        out.append("            live = (lane < columns) & live_block[:, None]")
+        out += call(plain, ["where", "block", "live", "live_block", "where.to(tl.int32)"], "True", " " * 12)
+        out.append("    else:")
+        pad = " " * 8
+    else:
+        pad = " " * 4
+    out.append(f"{pad}full = numel // {tile}")
+    out.append(f"{pad}for tile in range(first, tl.minimum(first + TILES, full)):")
+    out.append(f"{pad}    start = tile * {tile}")
+    out += call(moved, ["at", at_block, "at", at_block, "(start + at).to(tl.int32)"], "False", pad + "    ")
+    out.append(f"{pad}if full < first + TILES:")
+    out.append(f"{pad}    tile = full")
+    out.append(f"{pad}    start = tile * {tile}")
+    out.append(f"{pad}    live = at < numel - start")
+    live_block = "0"
+    if block > 1:
+        out.append(f"{pad}    live_block = at_block * {block} < numel - start")
+        live_block = "live_block"
+    out.append(f"{pad}    if numel > start:")
+    out += call(moved, ["at", at_block, "live", live_block, "(start + at).to(tl.int32)"], "True", pad + "        ")
+    return out
+
+
+def helpers(schedules: list[Schedule]) -> list[str]:
+    """Names to import from optgen.runtime.triton_prelude."""
+    text = {"get", "put", "pointer"}
+    from optgen.ir.node import postorder
+
+    for s in schedules:
+        for n in postorder(s.program.roots()):
+            if n.op in ("block_max", "block_min", "rint"):
+                text.add(n.op)
+            if n.op == "rcp":
+                text.add("reciprocal")
+    return sorted(text)

@@ -1,0 +1,101 @@
+"""The class that a user imports, and the tables that the runtime reads: text from finished rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+
+@dataclass(frozen=True)
+class HyperRow:
+    """A hyper-parameter of the constructor and its range."""
+
+    name: str
+    default: float | tuple[float, ...]
+    bounds: tuple[tuple[str, float], ...]  # ("ge", 0.0), ...
+    parts: tuple[str, ...]
+
+    @property
+    def declaration(self) -> str:
+        bounds = "".join(f", {k}={v!r}" for k, v in self.bounds)
+        return f'Hyper("{self.name}", {literal(self.default)}{bounds})'
+
+
+@dataclass(frozen=True)
+class FlagRow:
+    """A static switch: a constructor argument, or derived from a hyper-parameter."""
+
+    name: str
+    default: bool
+    nonzero: str | None
+
+    @property
+    def declaration(self) -> str:
+        return f'Flag("{self.name}", nonzero="{self.nonzero}")' if self.nonzero else f'Flag("{self.name}", {self.default})'
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """Everything the class' file says."""
+
+    name: str
+    module: str
+    doc: str
+    cite: str
+    source: str
+    digest: str
+    hypers: tuple[HyperRow, ...]
+    flags: tuple[FlagRow, ...]
+    plans: tuple[str, ...]
+    default_plan: Mapping[str, str]
+    formulas: tuple[str, ...]
+    rebuild: str
+
+    @property
+    def signature(self) -> list[str]:
+        out = [f"{h.name}={literal(h.default)}" for h in self.hypers]
+        return out + [f"{f.name}={f.default}" for f in self.flags if not f.nonzero]
+
+    @property
+    def defaults(self) -> list[str]:
+        return [h.name for h in self.hypers] + [f.name for f in self.flags if not f.nonzero]
+
+
+def literal(value: float | tuple[float, ...]) -> str:
+    """A default as a person writes it: 1e-3, 0.9, (0.9, 0.999)."""
+    if isinstance(value, tuple):
+        return f"({', '.join(literal(v) for v in value)})"
+    text = f"{value:g}"
+    if float(text) != value:
+        text = repr(value)
+    if "e" in text:
+        mantissa, exponent = text.split("e")
+        return f"{mantissa}e{int(exponent)}"
+    return text if "." in text else f"{text}.0"
+
+
+@lru_cache(maxsize=1)
+def environment() -> Environment:
+    """The templates: they decide the shape of a file, Python the text of each line in it."""
+    env = Environment(
+        loader=PackageLoader("optgen.backends"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    return env
+
+
+def render(template: str, **values: Any) -> str:
+    """A file from its template, with no trailing blanks and one newline at the end."""
+    text = environment().get_template(template).render(**values)
+    lines = [line.rstrip() for line in text.splitlines()]
+    while lines and not lines[-1]:
+        lines.pop()
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,239 @@
+"""Every error a user can cause: one row each, with a stable code.
+
+    raise UserError("E101", loc=here(), got="ratio > 1")
+
+prints as
+
+    error[E101]: a Python `if` cannot depend on a value of the spec
+     --> specs/trusty.py:7:8 in trusty
+      7 |     if ratio > 1:
+        |        ^^^^^^^^^
+      note: ...
+      hint: ...
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from optgen.base.loc import Loc
+
+
+@dataclass(frozen=True)
+class Row:
+    """message, note and hint are format strings over the keyword arguments of the error."""
+
+    message: str
+    note: str = ""
+    hint: str = ""
+
+
+TABLE: dict[str, Row] = {
+    # E1xx: the language
+    "E101": Row(
+        "a Python `{what}` cannot depend on a value of the spec",
+        "specs are traced once per flag setting; only flags have a truth value while tracing",
+        "write where(condition, a, b), or make the condition a flag(...)",
+    ),
+    "E102": Row("`{what}` does not work on spec values"),
+    "E103": Row("`{function}` takes {want}, got {got}"),
+    "E104": Row(
+        "cannot combine a spec value with {got}",
+        "",
+        "numbers, flags and other values of the same spec are what arithmetic takes",
+    ),
+    "E105": Row(
+        "state `{name}` is off here: it is declared with when={when!r}",
+        "a state that is off may be carried to the return, never computed with",
+        "use it under `if` on that flag",
+    ),
+    "E110": Row("{what} is declared with {option}={value!r}, but no {kind} has that name"),
+    "E111": Row(
+        "parameter `{name}` is {got}, not a declaration",
+        "",
+        "states before the `*`: state(), row(), col(), scalar(); after it: hyper(...), flag(...)",
+    ),
+    "E112": Row("the default {name} = {value} is out of its own range {range}"),
+    "E113": Row("{what}"),
+    "E114": Row(
+        "a spec's first parameters are `p, g` or `p, g, t`, got {got}",
+        "p is the weight, g its gradient, t the step counted from 1",
+        "every other parameter has a declaration as its default",
+    ),
+    "E115": Row("the name `{name}` cannot be used: {why}"),
+    "E116": Row("{kind} `{name}` is never used", "", "{remedy}"),
+    "E117": Row("hyper-parameter `{name}` has {want} parts, unpacked into {got}"),
+    "E118": Row("{name} has no {kind} `{got}`"),
+    "E119": Row(
+        "state `{name}` cannot be normalized_by `{root}`",
+        "the quotient of a signed state and the root of a nonneg state of the same space, both present at once",
+    ),
+    "E120": Row("`return` must give `{want}` here, got `{got}`"),
+    "E121": Row(
+        "`return` lists names only",
+        "by their names the new values are matched with the states",
+        "write `{name} = ...` on a line of its own, and return `{name}`",
+    ),
+    "E122": Row("{name} must return {want} values, got {got}"),
+    "E123": Row(
+        "state `{name}` is off here (when={when!r}), yet a value is returned for it",
+        "",
+        "assign to it only under `if` on that flag",
+    ),
+    "E124": Row(
+        "`{name}` is returned as {got}, which is not a value of the spec",
+        "",
+        "a new value is computed from p, g, the states or the hyper-parameters",
+    ),
+    "E131": Row("{kind}: {text}", "raised by Python while the spec was traced"),
+    "E132": Row(
+        "the source of `{name}` cannot be read",
+        "names and places come from the source",
+        "keep the spec in a file",
+    ),
+    "E140": Row(
+        "this gives {value} at step {step}",
+        "",
+        "add a small eps where it divides, or choose with where(); a root wants an operand that is never negative",
+    ),
+    "E141": Row(
+        "this host scalar is {value} at step {step}",
+        "host scalars are computed in Python, where both sides of where() are computed and such a value raises",
+        "limit the operand: maximum(x, smallest)",
+    ),
+    "E142": Row(
+        "state `{name}` is declared nonneg, but it becomes {value} at step {step}",
+        "with p = {p}, g = {g} and default hyper-parameters",
+        "declare it state(), or clip it: maximum(x, 0.0)",
+    ),
+    # E2xx: spaces and dtypes
+    "E201": Row(
+        "{function}() takes {want} values, got {got}",
+        "spaces: a row or col value has one entry per row or column, a tensor value one per parameter",
+        "reduce the element-wise value, before it is averaged",
+    ),
+    "E202": Row(
+        "{function} is for host scalars, got a value in space {got}",
+        "host scalars depend on hyper-parameters and t only; they are computed once per step in fp64",
+        "element-wise there are sqrt, cbrt, exp2, log2 and x ** number",
+    ),
+    "E203": Row(
+        "`{name}` lives in space {want}, but the value returned for it lives in {got}",
+        "spaces: elem is one value per element, row and col one per row and column, tensor one per parameter, "
+        "host one per step",
+        "{remedy}",
+    ),
+    "E204": Row(
+        "`{name}` is returned as {got}: states and weights are real numbers",
+        "",
+        "turn a condition into a number: where(c, 1.0, 0.0)",
+    ),
+    # E3xx: formats and plans
+    "E301": Row(
+        "plan {plan} keeps the signed state `{state}` in an unsigned format: {format}",
+        "a negative value could not be told from a positive one",
+        "declare it state(nonneg) if it is never negative, or give it a signed format in the plan's overrides",
+    ),
+    "E302": Row(
+        "plan {plan} stores `{first}` in blocks of {a} and `{second}` in blocks of {b}",
+        "a kernel reads all states in blocks of one size",
+        "use one block size",
+    ),
+    "E303": Row(
+        "plan {plan} stores `{state}` in blocks, but it has one value per {space}",
+        "blocks run along the elements of a tensor",
+        "keep it in a float format",
+    ),
+    "E304": Row("compander {name}: {why}", "a compander maps [0, 1] onto itself, increasing, and its inverse undoes it"),
+    "E305": Row("{what} is not a format: use {want}"),
+    "E306": Row("a plan has no part `{got}`"),
+    "E307": Row(
+        "{spec} under plan {plan}: {finding}",
+        "{reason}",
+        "choose another format or rounding for `{state}`, or give the plan `forced=` with your reason",
+    ),
+    # E4xx: finding, building and writing
+    "E401": Row("{text}", "Python cannot read this file"),
+    "E402": Row("{kind}: {text}", "raised by Python while this file was loaded"),
+    "E403": Row(
+        "{file} has no {kind}",
+        "",
+        "{remedy}",
+    ),
+    "E404": Row("there is no {kind} `{name}`"),
+    "E405": Row(
+        "{file} has several {kind}s",
+        "they are {names}",
+        "name one: {file}:{first}",
+    ),
+    "E406": Row(
+        "{out} holds files that optgen did not write like this: {names}",
+        "they were edited by hand, or made by something else; nothing was changed",
+        "move them away, or build with --force to lose what is in them",
+    ),
+    "E407": Row(
+        "[tool.optgen] in {file}: {what}",
+        "",
+        'for instance  build = [{{ specs = ["*"], plans = ["fp32", "int8_split24"] }}]',
+    ),
+    "E408": Row("{file} exists already", "nothing was changed", "choose another name, or delete the file"),
+    "E409": Row("`{name}` cannot be the name of a spec", "it becomes a Python module and function", "{remedy}"),
+    "E410": Row(
+        "`{spec}` reduces over rows, columns or the tensor; kernels for that are not available yet",
+        "such a spec can be read, checked and evaluated; it cannot be built",
+    ),
+    "E411": Row("{option} is {want}, got `{got}`"),
+    "E412": Row("two specs would both become {what}"),
+    "E413": Row("{path} cannot be written: {why}"),
+    "E414": Row("nothing to build", "no name was given and specs/ holds no spec", "optgen new my_rule"),
+}
+
+
+class UserError(Exception):
+    """An error in what a user wrote; `code` is a key of TABLE, `locs` the places, the first one primary."""
+
+    def __init__(self, code: str, *, loc: Loc | Iterable[Loc] | None = None, **values: object) -> None:
+        row = TABLE[code]
+        self.code = code
+        self.locs: tuple[Loc, ...] = () if loc is None else (loc,) if isinstance(loc, Loc) else tuple(loc)
+        self.message = row.message.format(**values)
+        self.note = str(values["note"]) if "note" in values else row.note.format(**values)
+        self.hint = str(values["hint"]) if "hint" in values else row.hint.format(**values)
+        super().__init__(self.message)
+
+    def __str__(self) -> str:
+        lines = [f"error[{self.code}]: {self.message}"]
+        for loc in self.locs:
+            where = f" in {loc.function}" if loc.function and loc.function != "<module>" else ""
+            lines.append(f" --> {loc}{where}")
+            source = loc.source()
+            if source:
+                number = str(loc.line)
+                lines.append(f"  {number} | {source}")
+                lines.append(f"  {' ' * len(number)} | {_marks(source, loc)}")
+        if self.note:
+            lines.append(f"  note: {self.note}")
+        if self.hint:
+            lines.append(f"  hint: {self.hint}")
+        return "\n".join(lines)
+
+
+def _marks(source: str, loc: Loc) -> str:
+    """Carets under a span of a line.  Columns count bytes of UTF-8; a span that goes on is marked to the end."""
+    row = source.encode()
+    start = len(row[: loc.col].decode(errors="replace"))
+    end = len(source)
+    if loc.end_line == loc.line and loc.end_col > loc.col:
+        end = len(row[: loc.end_col].decode(errors="replace"))
+    return " " * start + "^" * max(1, end - start)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint naming the closest known word, or the list of known words."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"known: {', '.join(names)}" if names else ""

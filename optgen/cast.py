@@ -1,0 +1,125 @@
+"""Turning an fp32 model into a 16-bit one, for optimizers that hold the weights' full precision themselves."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = ()) -> nn.Module:
+    """Cast a model's floating-point parameters and buffers to `dtype`, in place; returns the model.
+
+    keep   fnmatch patterns over the names of modules (with all below them), parameters and buffers, which stay as
+           they are: ["lm_head", "*.router", "*inv_freq"].  A pattern that matches nothing is an error.
+
+    Norms with running statistics (batch norm, and instance norm that tracks them) stay as well: a running average
+    moves by less than half a 16-bit ulp and would stand still, and torch computes these layers in mixed precision.
+    Layer, group and RMS norms are cast: their kernels want input and weight in one dtype.
+
+    Floating inputs of a kept module are cast to its own dtype, and its floating outputs to `dtype`, so the modules
+    around it notice nothing.  A parameter that is kept by its own name gets no such help.
+
+    The Parameter objects stay the same and tied weights stay tied (kept if any of their names is).  Create the
+    optimizer afterwards.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"cast_model: dtype must be a floating-point dtype, got {dtype!r}")
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    _check_patterns(keep, [*modules, *(name for name, _ in tensors)])
+    kept_modules = {name for name, module in modules.items() if name and _matches(name, keep)}
+    norms = {name for name, module in modules.items() if isinstance(module, _NormBase) and module.track_running_stats}
+    kept = {id(t) for name, t in tensors if _matches(name, keep) or _below(name, kept_modules | norms)}
+    done: set[int] = set()
+    for _, tensor in tensors:
+        if id(tensor) not in kept | done and tensor.is_floating_point():
+            done.add(id(tensor))
+            _cast(tensor, dtype)
+    for name in sorted(kept_modules):
+        if not _below(name.rpartition(".")[0], kept_modules):
+            _at_boundary(modules[name], dtype)
+    return model
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _below(name: str, modules: set[str]) -> bool:
+    """Whether a dotted name is one of the modules or stands in one."""
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in modules for i in range(1, len(parts) + 1))
+
+
+def _check_patterns(keep: Sequence[str], names: Sequence[str]) -> None:
+    if isinstance(keep, str):
+        raise TypeError(f"cast_model: keep must be a list of patterns, got the string {keep!r}")
+    for pattern in keep:
+        if not any(fnmatchcase(name, pattern) for name in names if name):
+            close = difflib.get_close_matches(pattern, names, n=1)
+            guess = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"cast_model: keep pattern {pattern!r} matches no module, parameter or buffer{guess}")
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Change the dtype of a tensor object, and of its gradient, in place."""
+    grad = tensor.grad if tensor.is_leaf else None
+    if grad is not None:
+        tensor.grad = None
+    tensor.data = tensor.data.to(dtype)
+    if grad is not None:
+        tensor.grad = grad.to(dtype)
+
+
+class _In:
+    """Forward pre-hook: floating inputs to the dtype of the module's own floating tensors."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        dtype = _own_dtype(module)
+        return _convert(args, dtype), _convert(kwargs, dtype)
+
+
+class _Out:
+    """Forward hook: floating outputs to the dtype of the model around the kept module."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return _convert(output, self.dtype)
+
+
+def _own_dtype(module: nn.Module) -> torch.dtype | None:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point():
+            return tensor.dtype
+    return None
+
+
+def _convert(value: Any, dtype: torch.dtype | None) -> Any:
+    """The same structure of tuples, lists and dicts with floating tensors in another dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_convert(v, dtype) for v in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_convert(v, dtype) for v in value)
+    if isinstance(value, dict):
+        return type(value)((k, _convert(v, dtype)) for k, v in value.items())
+    return value
+
+
+def _at_boundary(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert what enters and leaves a kept module; a second call only changes the dtype of what leaves."""
+    present = [hook for hook in module._forward_hooks.values() if isinstance(hook, _Out)]
+    for hook in present:
+        hook.dtype = dtype
+    if not present:
+        module.register_forward_pre_hook(_In(), with_kwargs=True)
+        module.register_forward_hook(_Out(dtype))

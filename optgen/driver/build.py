@@ -1,0 +1,395 @@
+"""`optgen build`: specs x plans -> the generated package, all of it or nothing.
+
+Everything is printed before anything is written.  Files are written to a temporary folder beside the target
+and moved over one by one; a build that fails leaves the old ones.  MANIFEST.json holds the content hash of every
+file, so that one edited by hand is never overwritten (without --force), and one no longer built is removed.
+The same sources give the same bytes: no dates, hosts, absolute paths or hash order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from optgen.base.errors import UserError
+from optgen.base.loc import relative
+from optgen.driver import emit, judge, load
+from optgen.driver.project import BACKENDS, DEFAULT_PLANS, Config, Maths, Wish, plan_wishes, read_config, wishes
+from optgen.formats.plan import Plan
+from optgen.lang.spec import Spec
+
+MANIFEST = "MANIFEST.json"
+INIT = "__init__.py"
+PROCESSES = 2  # more would not help: half of the time is one process' start and the specs it reads
+MANY_JOBS = 4
+
+Track = Callable[[Iterable["Printed"], int], Iterator["Printed"]]
+Printed = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for; None and () where it said nothing."""
+
+    names: tuple[str, ...] = ()
+    plans: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    out: str | None = None
+    maths: Maths | None = None
+    check: bool = False
+    force: bool = False
+    project: Path = field(default_factory=Path.cwd)
+
+
+@dataclass
+class Outcome:
+    """What a build did, or (`check`) what it would change."""
+
+    out: str
+    written: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    unchanged: int = 0
+    skipped: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    diff: str = ""
+
+    @property
+    def clean(self) -> bool:
+        return not self.written and not self.removed
+
+
+@dataclass(frozen=True)
+class Built:
+    """A spec in the manifest: its class, the name or path that it is found by, its plans."""
+
+    class_name: str
+    reference: str
+    plans: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a generated folder holds."""
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    specs: Mapping[str, Built] = field(default_factory=dict)
+
+    def text(self) -> str:
+        specs = {
+            name: {"class": b.class_name, "spec": b.reference, "plans": list(b.plans)}
+            for name, b in sorted(self.specs.items())
+        }
+        return json.dumps({"files": dict(sorted(self.files.items())), "specs": specs}, indent=2) + "\n"
+
+
+def read_manifest(out: Path) -> Manifest:
+    """The folder's manifest; an empty one where there is none or it cannot be read."""
+    try:
+        data = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+        specs = {k: Built(v["class"], v["spec"], tuple(v["plans"])) for k, v in data["specs"].items()}
+        return Manifest({str(k): str(v) for k, v in data["files"].items()}, specs)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Manifest()
+
+
+def digest(data: bytes) -> str:
+    """Content hash of a file, line ends normalised (git may change them)."""
+    return hashlib.sha256(data.replace(b"\r\n", b"\n")).hexdigest()[:32]
+
+
+# -- what
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One spec: the plans to print now, and all those that its class will list."""
+
+    spec: Spec
+    plans: tuple[Plan, ...]
+    listed: tuple[str, ...]
+    reference: str
+
+
+def build(request: Request, track: Track | None = None) -> Outcome:
+    """Builds, or checks, what was asked for.  Raises UserError before anything is changed."""
+    project = request.project
+    config = read_config(project)
+    out = project / (request.out or config.out)
+    if out.exists() and not out.is_dir():
+        raise UserError("E413", path=relative(str(out)), why="it is not a folder")
+    manifest = read_manifest(out)
+    outcome = Outcome(relative(str(out)))
+    units = _units(request, config, manifest, outcome)
+    maths = request.maths or config.maths
+    backends = request.backends or config.backends or BACKENDS
+    files = _print(units, maths, backends, track)
+    specs = {} if not request.names else dict(manifest.specs)
+    specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
+    _distinct(specs)
+    files[INIT] = init_text({b.class_name: name for name, b in specs.items()})
+    stale = [] if request.names else sorted(set(manifest.files) - set(files))
+    kept = {k: v for k, v in manifest.files.items() if k not in stale}
+    new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs)
+    files[MANIFEST] = new.text()
+    _compare(out, files, stale, outcome)
+    if request.check:
+        return outcome
+    if not request.force:
+        _refuse_edited(out, files, stale, manifest)
+    _write(out, files, outcome)
+    return outcome
+
+
+def _units(request: Request, config: Config, manifest: Manifest, outcome: Outcome) -> list[Unit]:
+    """What to print, spec by spec, in the order of their names."""
+    project = request.project
+    built = {name: (b.reference, b.plans) for name, b in manifest.specs.items()}
+    everything = wishes(project, config, built)
+    asked = everything if not request.names else _named(request, everything, manifest)
+    if request.plans and not request.names:
+        names = dict.fromkeys(w.spec for w in everything)
+        asked = [w for name in names for w in plan_wishes(name, request.plans, project)]
+    if not asked:
+        raise UserError("E414")
+    order = list(load.plans(project))
+    found: dict[str, tuple[Spec, dict[str, Plan]]] = {}
+    for wish in asked:
+        spec = load.find_spec(wish.spec, project)
+        plan = load.find_plan(wish.plan, project)
+        spec, plans = found.setdefault(spec.name, (spec, {}))
+        if _accepted(spec, plan, wish, request.force, outcome):
+            plans[plan.name] = plan
+    out = []
+    for name, (spec, plans) in sorted(found.items()):
+        if not plans:
+            continue
+        before = manifest.specs[name].plans if request.names and name in manifest.specs else ()
+        everywhere = {*plans, *before}
+        listed = [p for p in order if p in everywhere] + sorted(everywhere - set(order))
+        out.append(Unit(spec, tuple(plans[p] for p in listed if p in plans), tuple(listed), _reference(spec, project)))
+    return out
+
+
+def _named(request: Request, everything: Sequence[Wish], manifest: Manifest) -> list[Wish]:
+    """The specs named on the command line: under the named plans, else under those that they have, else the usual."""
+    out: list[Wish] = []
+    for name in request.names:
+        spec = load.find_spec(name, request.project).name
+        usual = [w for w in everything if load.find_spec(w.spec, request.project).name == spec]
+        if request.plans:
+            out += plan_wishes(name, request.plans, request.project)
+        elif usual:
+            out += [Wish(name, w.plan, w.optional) for w in usual]
+        else:
+            plans = manifest.specs[spec].plans if spec in manifest.specs else DEFAULT_PLANS
+            out += [Wish(name, plan, False) for plan in plans]
+    return out
+
+
+def _accepted(spec: Spec, plan: Plan, wish: Wish, force: bool, outcome: Outcome) -> bool:
+    """Whether a pair is built; what a pattern asked for and does not fit is left out, the rest is refused."""
+    spec.check()
+    try:
+        outcome.warnings += judge.judge(spec, plan, force=force)
+    except UserError as error:
+        if not wish.optional or not error.code.startswith("E3"):
+            raise
+        outcome.skipped.append(f"{spec.name} under {plan.name}: {error.message}")
+        return False
+    return True
+
+
+def _reference(spec: Spec, project: Path) -> str:
+    """What the manifest calls a spec by: its path below the project, else the name of a ready-made one."""
+    file = Path(spec.loc.file).resolve()
+    try:
+        return file.relative_to(project.resolve()).as_posix()
+    except ValueError:
+        return spec.name
+
+
+def _distinct(specs: Mapping[str, Built]) -> None:
+    seen: dict[str, str] = {}
+    for name, b in sorted(specs.items()):
+        if b.class_name in seen:
+            raise UserError("E412", what=f"the class {b.class_name}", note=f"they are {seen[b.class_name]} and {name}")
+        seen[b.class_name] = name
+
+
+# -- printing
+
+
+@dataclass(frozen=True)
+class Job:
+    """One plan of one spec, or (plan "") the class of a spec; all by names, so that any process can do it."""
+
+    spec: str
+    name: str
+    plan: str
+    listed: tuple[str, ...]
+    maths: Maths
+    backends: tuple[str, ...]
+    project: Path
+
+
+def _do(job: Job) -> Printed:
+    """Path below the generated folder -> text."""
+    spec = load.find_spec(job.spec, job.project)
+    if not job.plan:
+        return {f"{spec.name}/{INIT}": emit.emit_class(spec, job.listed)}
+    plan = load.find_plan(job.plan, job.project)
+    files = emit.emit_plan(spec, plan, maths=job.maths)
+    if "triton" not in job.backends:
+        files = {name: text for name, text in files.items() if name != "triton_kernels.py"}
+    return {f"{spec.name}/{plan.name}/{name}": text for name, text in files.items()}
+
+
+def _print(units: Sequence[Unit], maths: Maths, backends: tuple[str, ...], track: Track | None) -> Printed:
+    jobs = []
+    for u in units:
+        reference = f"{u.spec.loc.file}:{u.spec.name}"
+        for plan in (None, *u.plans):
+            which = "" if plan is None else f"{plan.loc.file}:{plan.name}"
+            jobs.append(Job(reference, u.spec.name, which, u.listed, maths, backends, Path.cwd()))
+    with _workers(len(jobs)) as run:
+        done = run(jobs)
+        out: Printed = {}
+        for files in track(done, len(jobs)) if track else done:
+            out |= files
+    return dict(sorted(out.items()))
+
+
+@contextlib.contextmanager
+def _workers(jobs: int) -> Iterator[Callable[[Sequence[Job]], Iterable[Printed]]]:
+    """A map over jobs: in two processes where a fork is safe and worth it, else in this one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = min(PROCESSES, cores)
+    alone = threading.active_count() == 1 and sys.platform == "linux"
+    if jobs < MANY_JOBS or processes < 2 or not alone:
+        yield lambda work: map(_do, work)
+        return
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        yield lambda work: pool.imap(_do, work)
+
+
+_INIT_TEXT = '''"""Generated optimizers; each is imported when it is first asked for."""
+# @generated by optgen: `optgen build` writes this folder, MANIFEST.json says what is in it.
+# fmt: off
+# ruff: noqa
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+{imports}
+
+_MODULES = {{
+{rows}
+}}
+
+__all__ = [
+{names}
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"{{__name__}} has no optimizer {{name!r}}; it has: {{', '.join(__all__)}}")
+    return getattr(importlib.import_module(f"{{__name__}}.{{_MODULES[name]}}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+'''
+
+
+def init_text(classes: Mapping[str, str]) -> str:
+    """generated/__init__.py: class name -> module, imported when asked for (PEP 562)."""
+    ordered = sorted(classes.items())
+    return _INIT_TEXT.format(
+        imports="\n".join(f"    from .{module} import {name} as {name}" for name, module in ordered),
+        rows="\n".join(f'    "{name}": "{module}",' for name, module in ordered),
+        names="\n".join(f'    "{name}",' for name, _ in ordered),
+    )
+
+
+# -- comparing and writing
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_bytes().replace(b"\r\n", b"\n").decode("utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _compare(out: Path, files: Mapping[str, str], stale: Sequence[str], outcome: Outcome) -> None:
+    """Fills in what differs between the folder and the files."""
+    diff: list[str] = []
+    for name in sorted({*files, *stale}):
+        old, new = _read(out / name), files.get(name)
+        if old == new:
+            outcome.unchanged += old is not None
+            continue
+        (outcome.written if new is not None else outcome.removed).append(name)
+        a, b = f"{outcome.out}/{name}", f"{outcome.out}/{name} (built)"
+        lines = difflib.unified_diff((old or "").splitlines(True), (new or "").splitlines(True), a, b)
+        diff += [line if line.endswith("\n") else line + "\n" for line in lines]
+    outcome.diff = "".join(diff)
+
+
+def _refuse_edited(out: Path, files: Mapping[str, str], stale: Sequence[str], manifest: Manifest) -> None:
+    """Refuses where a file that would change is not as an earlier build left it."""
+    edited = []
+    for name in sorted({*files, *stale} - {MANIFEST}):
+        old = _read(out / name)
+        if old is None or old == files.get(name) or not old.strip():
+            continue
+        if digest(old.encode()) != manifest.files.get(name):
+            edited.append(name)
+    if edited:
+        more = f" and {len(edited) - 3} more" if len(edited) > 3 else ""
+        raise UserError("E406", out=relative(str(out)), names=", ".join(edited[:3]) + more)
+
+
+def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
+    """Writes what differs: first all of it beside the folder, then each file into place, the manifest last."""
+    if outcome.clean:
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".optgen-", dir=out.parent))
+        try:
+            for name in outcome.written:
+                (staging / name).parent.mkdir(parents=True, exist_ok=True)
+                (staging / name).write_text(files[name], encoding="utf-8", newline="\n")
+            for name in sorted(outcome.written, key=lambda n: (n == MANIFEST, n)):
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(staging / name, out / name)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        for name in outcome.removed:
+            (out / name).unlink(missing_ok=True)
+        _drop_empty(out, outcome.removed)
+    except OSError as error:
+        raise UserError("E413", path=relative(str(error.filename or out)), why=error.strerror) from error
+
+
+def _drop_empty(out: Path, removed: Sequence[str]) -> None:
+    """Removes folders of removed files that hold nothing but compiled Python any more."""
+    folders = {p for name in removed for p in (out / name).parents if p != out and p.is_relative_to(out)}
+    for folder in sorted(folders, key=lambda p: -len(p.parts)):
+        if folder.is_dir() and all(p.name == "__pycache__" for p in folder.iterdir()):
+            shutil.rmtree(folder)

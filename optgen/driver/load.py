@@ -1,0 +1,223 @@
+"""Finding and loading specs and plans: the user's own first, then the ready-made ones.
+
+A name is looked for in the project's `specs/` folder, then among the ready-made specs; a path names a file,
+and `file.py:name` one of several in it.  A spec is Python: loading a file runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from optgen.base import ready
+from optgen.base.errors import UserError, did_you_mean
+from optgen.base.loc import Loc, of_frame, relative
+from optgen.formats.plan import Plan
+from optgen.lang.source import forget
+from optgen.lang.spec import Spec
+
+PLANS_FILE = "plans.py"
+
+Found = TypeVar("Found", Spec, Plan)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A spec before it is loaded: its name, its file, and whether the file is the project's own."""
+
+    name: str
+    file: Path
+    own: bool
+
+
+def folders(project: Path | None = None) -> tuple[Path, ...]:
+    """Where specs are looked for: `specs/` of the project (by default the current folder), the ready-made."""
+    own = (project or Path.cwd()) / "specs"
+    made = ready.specs_dir()
+    same = own.is_dir() and made.is_dir() and own.resolve() == made.resolve()
+    return tuple(f.resolve() for f in ((own,) if same else (own, made)) if f.is_dir())
+
+
+def entries(project: Path | None = None) -> dict[str, Entry]:
+    """Name -> Entry of every spec that can be named, sorted; no file is run for it."""
+    own = ((project or Path.cwd()) / "specs").resolve()
+    out: dict[str, Entry] = {}
+    for folder in folders(project):
+        for file in sorted(folder.glob("*.py")):
+            if file.name != PLANS_FILE:
+                for name in declared(file):
+                    out.setdefault(name, Entry(name, file, folder == own))
+    return dict(sorted(out.items()))
+
+
+def declared(file: Path) -> tuple[str, ...]:
+    """The functions of a file under `@optimizer(...)`, read from its syntax tree."""
+    return _declared(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _declared(file: Path, changed: int) -> tuple[str, ...]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        # The error is told when the file is asked for; until then it goes by its own name.
+        return (file.stem,)
+    return tuple(n.name for n in tree.body if isinstance(n, ast.FunctionDef) and any(map(_is_mark, n.decorator_list)))
+
+
+def _is_mark(decorator: ast.expr) -> bool:
+    f = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return (f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "")) == "optimizer"
+
+
+# -- specs
+
+
+def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
+    """The spec of that name, in that file ("specs/mine.py"), or of that name in that file ("mine.py:rule")."""
+    path, name = _split(reference)
+    if path is None:
+        known = entries(project)
+        if name in known:
+            path = known[name].file
+        else:
+            # A decorator under another name is not seen in the text: the file's name then stands for its spec.
+            path = next((f for folder in folders(project) if (f := folder / f"{name}.py").is_file()), None)
+            if path is None or path.name == PLANS_FILE:
+                raise UserError("E404", kind="spec", name=name, hint=did_you_mean(name, known))
+            name = ""
+    return _pick(_of(path, Spec), name, path, "spec")
+
+
+def find_plan(reference: str | Path, project: Path | None = None) -> Plan:
+    """The plan of that name, in that file, or of that name in that file."""
+    path, name = _split(reference)
+    if path is not None:
+        return _pick(_of(path, Plan), name, path, "plan")
+    known = plans(project)
+    if name not in known:
+        raise UserError("E404", kind="plan", name=name, hint=did_you_mean(name, known))
+    return known[name]
+
+
+def plans(project: Path | None = None) -> dict[str, Plan]:
+    """Name -> plan: the ready-made ones in their order, then what the project's specs/plans.py adds or replaces."""
+    out: dict[str, Plan] = {}
+    for folder in reversed(folders(project)):
+        file = folder / PLANS_FILE
+        if file.is_file():
+            out.update(_of(file, Plan))
+    return out
+
+
+def _split(reference: str | Path) -> tuple[Path | None, str]:
+    """(file, name): file is None for a bare name, name is "" where the file alone is given."""
+    text = str(reference)
+    head, colon, name = text.rpartition(":")
+    if colon and head.endswith(".py"):
+        path = Path(head)
+    elif text.endswith(".py") or isinstance(reference, Path) or "/" in text:
+        path, name = Path(text), ""
+    else:
+        return None, text
+    if not path.is_file():
+        near = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UserError("E404", kind="file", name=relative(str(path)), hint=did_you_mean(path.name, near))
+    return path.resolve(), name
+
+
+def _of(file: Path, kind: type[Found]) -> dict[str, Found]:
+    """Name -> what the file itself defines of a kind, in its order; imported ones belong to another file."""
+    out: dict[str, Found] = {}
+    for key, value in vars(load(file)).items():
+        if isinstance(value, kind) and not key.startswith("_") and _is_from(value, file):
+            out.setdefault(value.name, value)
+    return out
+
+
+def _is_from(value: Spec | Plan, file: Path) -> bool:
+    return value.loc is None or Path(value.loc.file).resolve() == file
+
+
+def _pick(found: dict[str, Found], name: str, file: Path, kind: str) -> Found:
+    where = relative(str(file))
+    if not found:
+        remedy = "a spec is a function under @optimizer(...)" if kind == "spec" else "a plan is name = Plan(...)"
+        raise UserError("E403", file=where, kind=kind, remedy=remedy)
+    if not name:
+        if len(found) > 1:
+            raise UserError("E405", file=where, kind=kind, names=", ".join(found), first=next(iter(found)))
+        return next(iter(found.values()))
+    if name not in found:
+        raise UserError("E404", kind=f"{kind} in {where}", name=name, hint=did_you_mean(name, found))
+    return found[name]
+
+
+# -- files
+
+_loaded: dict[Path, tuple[int, int, ModuleType]] = {}
+
+
+def load(file: Path) -> ModuleType:
+    """The module of a file, run once as long as it does not change; what goes wrong in it is a UserError."""
+    file = file.resolve()
+    stat = file.stat()
+    kept = _loaded.get(file)
+    if kept is not None and kept[:2] == (stat.st_mtime_ns, stat.st_size):
+        return kept[2]
+    # The name is no package of anyone's: a project's plans.py and the ready-made one live side by side.
+    name = f"_optgen_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    made = importlib.util.spec_from_file_location(name, file)
+    assert made is not None
+    assert made.loader is not None
+    module = importlib.util.module_from_spec(made)
+    forget(str(file))
+    with _neighbours(file):
+        sys.modules[name] = module
+        try:
+            code = compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+            exec(code, module.__dict__)
+        except BaseException as error:
+            sys.modules.pop(name, None)
+            if isinstance(error, UserError) or not isinstance(error, Exception):
+                raise
+            raise _as_user_error(error, file) from error
+    _loaded[file] = (stat.st_mtime_ns, stat.st_size, module)
+    return module
+
+
+@contextlib.contextmanager
+def _neighbours(file: Path) -> Iterator[None]:
+    """Lets a file import those beside it, as `helper` or as `specs.helper`; last on the path, nothing is shadowed."""
+    before = list(sys.path)
+    sys.path += [str(file.parent), str(file.parent.parent)]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _as_user_error(error: Exception, file: Path) -> UserError:
+    """A fault in a user's file, with its place."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        column = max((error.offset or 1) - 1, 0)
+        end = max((error.end_offset or 0) - 1, column)
+        place = Loc(error.filename, error.lineno, column, error.end_lineno or error.lineno, end)
+        return UserError("E401", loc=place, text=f"{type(error).__name__}: {error.msg}")
+    if isinstance(error, (SyntaxError, ValueError)) and error.__traceback__ and error.__traceback__.tb_next is None:
+        return UserError("E401", loc=Loc(str(file), 1), text=str(error))  # null bytes, a wrong encoding
+    place = Loc(str(file), 1)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if Path(frame.f_code.co_filename).parent == file.parent:
+            place = of_frame(frame)
+    return UserError("E402", loc=place, kind=type(error).__name__, text=str(error))

@@ -1,0 +1,161 @@
+"""What a project wants built: the table [tool.optgen] of its pyproject.toml, or its specs under the usual plans.
+
+    [tool.optgen]
+    out = "generated"
+    maths = "fast"
+    build = [
+        { specs = ["*"], plans = ["fp32", "int8_split24"] },
+        { specs = ["adamw"], plans = ["*"] },
+    ]
+
+Names may be patterns: of specs, over those in the project's own specs/ folder; of plans, over all that fit the
+spec and pass the lint.  Names without a wildcard may also be ready-made specs, or files ("rules/mine.py").
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from optgen.base.errors import UserError, did_you_mean
+from optgen.base.loc import Loc, relative
+from optgen.driver import load
+
+Maths = Literal["strict", "fast"]
+MATHS: tuple[Maths, ...] = ("strict", "fast")
+BACKENDS = ("triton", "reference")
+
+DEFAULT_PLANS = ("fp32", "int8_split24")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """These specs under these plans; patterns allowed."""
+
+    specs: tuple[str, ...]
+    plans: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Config:
+    """[tool.optgen]; `build` is None where the project has no such table."""
+
+    out: str = "generated"
+    maths: Maths = "fast"
+    backends: tuple[str, ...] = BACKENDS
+    build: tuple[Rule, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One spec under one plan, as asked for; `optional`: a pattern asked, so what does not fit is left out."""
+
+    spec: str
+    plan: str
+    optional: bool
+
+
+def read_config(project: Path) -> Config:
+    """The project's table, checked; defaults where there is none."""
+    file = project / "pyproject.toml"
+    if not file.is_file():
+        return Config()
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError("E401", loc=Loc(str(file), getattr(error, "lineno", 1)), text=str(error)) from None
+    table = data.get("tool", {}).get("optgen")
+    return Config() if table is None else _config(table, file)
+
+
+def _config(table: Any, file: Path) -> Config:
+    where = relative(str(file))
+
+    def refuse(what: str, hint: str | None = None) -> UserError:
+        extra = {} if hint is None else {"hint": hint}
+        return UserError("E407", file=where, what=what, **extra)
+
+    if not isinstance(table, dict):
+        raise refuse("is not a table")
+    known = ("out", "maths", "backends", "build")
+    for key in table:
+        if key not in known:
+            raise refuse(f"has no entry `{key}`", did_you_mean(key, known))
+    out, maths = table.get("out", "generated"), table.get("maths", "fast")
+    if not isinstance(out, str) or not out:
+        raise refuse(f"`out` is the name of a folder, got {out!r}", "")
+    if maths not in MATHS:
+        raise refuse(f"`maths` is one of {', '.join(MATHS)}, got {maths!r}", "")
+    backends = table.get("backends", list(BACKENDS))
+    if not isinstance(backends, list) or not all(b in BACKENDS for b in backends):
+        raise refuse(f"`backends` lists some of {', '.join(BACKENDS)}, got {backends!r}", "")
+    rules = table.get("build")
+    if rules is None:
+        return Config(out, maths, tuple(backends))
+    if not isinstance(rules, list):
+        raise refuse("`build` is a list of { specs, plans }")
+    return Config(out, maths, tuple(backends), tuple(_rule(r, refuse) for r in rules))
+
+
+def _rule(row: Any, refuse: Any) -> Rule:
+    if not isinstance(row, dict) or set(row) - {"specs", "plans"} or "specs" not in row:
+        raise refuse(f"an entry of `build` has `specs` and `plans`, got {row!r}")
+    parts = []
+    for key in ("specs", "plans"):
+        names = row.get(key, list(DEFAULT_PLANS))
+        if not isinstance(names, list) or not names or not all(isinstance(n, str) and n for n in names):
+            raise refuse(f"`{key}` is a list of names, got {names!r}")
+        parts.append(tuple(names))
+    return Rule(*parts)
+
+
+def is_pattern(name: str) -> bool:
+    return any(c in name for c in "*?[")
+
+
+def wishes(project: Path, config: Config, built: Mapping[str, tuple[str, Sequence[str]]]) -> list[Wish]:
+    """Everything that `optgen build` without names makes.
+
+    `built` says what is there already: spec name -> (its file's name or path, its plans).  Without a table that
+    is kept up to date, beside the project's own specs under the default plans.
+    """
+    own = [name for name, entry in load.entries(project).items() if entry.own]
+    if config.build is None:
+        out = [Wish(spec, plan, False) for spec in own for plan in DEFAULT_PLANS]
+        known = load.entries(project)
+        for name, (reference, plans) in sorted(built.items()):
+            if name in known or Path(reference).is_file():
+                out += [Wish(name if name in known else reference, plan, False) for plan in plans]
+        return _once(out)
+    out = []
+    for rule in config.build:
+        for spec in rule.specs:
+            names = [n for n in own if fnmatchcase(n, spec)] if is_pattern(spec) else [spec]
+            for name in names:
+                out += plan_wishes(name, rule.plans, project)
+    return _once(out)
+
+
+def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[Wish]:
+    """One spec under plans that may be patterns."""
+    out = []
+    for plan in plans:
+        if is_pattern(plan):
+            out += [Wish(spec, name, True) for name in load.plans(project) if fnmatchcase(name, plan)]
+        else:
+            out.append(Wish(spec, plan, False))
+    return out
+
+
+def _once(found: list[Wish]) -> list[Wish]:
+    """Each pair once; asked for by name beats asked for by a pattern."""
+    out: dict[tuple[str, str], Wish] = {}
+    for w in found:
+        key = w.spec, w.plan
+        if key not in out or out[key].optional:
+            out[key] = w
+    return list(out.values())

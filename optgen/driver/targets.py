@@ -1,0 +1,64 @@
+"""What to build: specs and plans by name or by file, and which variants a pair has."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from optgen.formats.plan import Plan, Storage
+from optgen.lang.spec import Spec
+from optgen.ops import dtypes
+from optgen.ops.dtypes import DType
+
+PARAM_DTYPES: tuple[DType, ...] = (dtypes.f32, dtypes.bf16, dtypes.f16)
+DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of one pair: a flag setting, a parameter dtype, a size class; and how all is stored then."""
+
+    flags: Mapping[str, bool]
+    param: DType
+    small: bool
+    storage: Storage
+
+
+def settings(spec: Spec) -> Iterator[dict[str, bool]]:
+    """Every flag setting, the defaults first."""
+    return iter(spec.settings())
+
+
+def cases(spec: Spec, plan: Plan) -> Iterator[Case]:
+    """Every case of (spec, plan): flag settings x parameter dtypes x size classes that differ."""
+    for flags, param in itertools.product(settings(spec), PARAM_DTYPES):
+        present = spec.present(flags)
+        recurrences = recurrences_of(spec, tuple(sorted(flags.items())))
+        full = plan.storage(present, param, False, recurrences)
+        yield Case(flags, param, False, full)
+        if plan.small_numel and present:
+            small = plan.storage(present, param, True, recurrences)
+            if small.states != full.states:
+                yield Case(flags, param, True, small)
+
+
+@lru_cache(maxsize=4096)
+def _recurrences(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[str, object]:
+    from optgen.lang.symbolic import recurrence
+
+    return {s.name: recurrence(spec, dict(flags), s.name) for s in spec.present(dict(flags))}
+
+
+def recurrences_of(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[str, object]:
+    """How each present state depends on its old self, from the spec."""
+    return _recurrences(spec, flags)
+
+
+def digest(file: str) -> str:
+    """The first 12 hex digits of the file's sha256, line ends normalised."""
+    text = Path(file).read_bytes().replace(b"\r\n", b"\n")
+    return hashlib.sha256(text).hexdigest()[:12]

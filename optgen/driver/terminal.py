@@ -1,0 +1,150 @@
+"""What commands say, and how they end: rich text for people, one JSON object for programs.
+
+Results go to stdout, everything about the way there (progress, notes, errors) to stderr.  With `--json` stdout
+holds exactly one object, whatever happens.  NO_COLOR and pipes turn colours off.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from optgen.base.errors import UserError
+from optgen.base.loc import relative
+
+OK = 0
+DIFFERENT = 1  # a check found something
+WRONG_INPUT = 2
+MISSING = 3  # something this machine has not
+INTERNAL = 70
+INTERRUPTED = 130
+
+SCHEMA = 1  # of the JSON objects; grows when a field changes its meaning
+
+Item = TypeVar("Item")
+
+
+class Missing(Exception):
+    """A command needs something that this machine does not have."""
+
+
+class Terminal:
+    """One command's voice."""
+
+    def __init__(self, command: str, as_json: bool) -> None:
+        self.command, self.as_json = command, as_json
+        self.code = OK
+        self.result: dict[str, Any] = {}
+        self.out = Console(highlight=False, width=_width(sys.stdout))
+        self.err = Console(stderr=True, highlight=False, width=_width(sys.stderr))
+
+    def show(self, *what: RenderableType) -> None:
+        """Part of the result, for people."""
+        if not self.as_json:
+            self.out.print(*what, markup=False, soft_wrap=all(isinstance(x, (str, Text)) for x in what))
+
+    def log(self, text: str, style: str = "") -> None:
+        """About the way to the result."""
+        self.err.print(Text(text, style=style), soft_wrap=True)
+
+    def fail(self, code: int = DIFFERENT) -> None:
+        self.code = max(self.code, code)
+
+    def track(self, items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+        """The items, under a progress bar where stderr is a terminal."""
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as bar:
+            yield from bar.track(items, total=total, description=what)
+
+    def finish(self) -> None:
+        """The JSON object, where one was asked for."""
+        if self.as_json:
+            head = {"optgen": SCHEMA, "command": self.command, "ok": self.code == OK, "exit": self.code}
+            sys.stdout.write(json.dumps(head | self.result, indent=2, default=str, allow_nan=True) + "\n")
+
+    def error(self, code: int, text: str, **fields: Any) -> None:
+        self.code = code
+        self.result["error"] = {"message": text, **fields}
+        self.log(text, "red")
+
+
+def _width(stream: Any) -> int | None:
+    """Tables in a pipe or a file are not squeezed into 80 columns."""
+    return None if stream.isatty() else 140
+
+
+@contextmanager
+def session(command: str, as_json: bool) -> Iterator[Terminal]:
+    """Runs a command's body; every way to end has its exit code, and a user's mistake has no traceback."""
+    terminal = Terminal(command, as_json)
+    try:
+        yield terminal
+    except UserError as error:
+        terminal.code = WRONG_INPUT
+        terminal.result = {"error": as_fields(error)}
+        _print_error(terminal, str(error))
+    except Missing as error:
+        terminal.error(MISSING, f"missing: {error}")
+    except KeyboardInterrupt:
+        terminal.error(INTERRUPTED, "interrupted")
+    except BrokenPipeError:
+        terminal.code = OK
+        sys.stderr.close()
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        sys.stderr.write(traceback.format_exc())
+        terminal.error(INTERNAL, f"internal error: {type(error).__name__}: {error}; this is a fault of optgen")
+    terminal.finish()
+    if terminal.code:
+        raise typer.Exit(terminal.code)
+
+
+def as_fields(error: UserError) -> dict[str, Any]:
+    """A user error as data."""
+    places = [
+        {"file": relative(x.file), "line": x.line, "column": x.col + 1, "function": x.function} for x in error.locs
+    ]
+    return {
+        "code": error.code, "message": error.message, "places": places, "note": error.note, "hint": error.hint,
+    }  # fmt: skip
+
+
+def _print_error(terminal: Terminal, text: str) -> None:
+    """The error as it is, its first line and its carets in red."""
+    styled = Text()
+    for k, line in enumerate(text.splitlines()):
+        caret = line.lstrip(" |").startswith("^")
+        styled.append(line + "\n", "bold red" if k == 0 else "red" if caret else "")
+    terminal.err.print(styled, end="", soft_wrap=True)
+
+
+def run(app: typer.Typer, arguments: list[str] | None) -> int:
+    """The whole program: its exit code.  A wrong option with --json is an object as well."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(args=words, prog_name="optgen", standalone_mode=False)
+    except Exception as error:
+        message: Callable[[], str] | None = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        if "--json" in words:
+            terminal = Terminal("", True)
+            terminal.error(WRONG_INPUT, message())
+            terminal.finish()
+        else:
+            context = getattr(error, "ctx", None)
+            Console(stderr=True, highlight=False).print(Text(f"error: {message()}", style="red"))
+            where = context.command_path if context is not None else "optgen"
+            sys.stderr.write(f"{where} --help says what there is\n")
+        return WRONG_INPUT
+    return code if isinstance(code, int) else OK

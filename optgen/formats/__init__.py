@@ -1,0 +1,49 @@
+"""Storage formats, master weights and plans: `from optgen.formats import Plan, Blocked, softsign, ...`."""
+
+from optgen.formats import companders, floats, masters, scales
+from optgen.formats.blocked import Blocked
+from optgen.formats.companders import Compander, compander, linear, log, power, root, softsign
+from optgen.formats.floats import Float, bf16, f16, f32
+from optgen.formats.format import Field, Format, Master, Noise
+from optgen.formats.logminmax import LogMinMax
+from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
+from optgen.formats.plan import Plan, Storage
+from optgen.formats.scales import Scale, bf16_up, e8m0, fp16, fp32, ue7m9, ue8m8
+
+__all__ = [
+    "Blocked",
+    "Compander",
+    "Copy",
+    "Ecc8",
+    "Field",
+    "Float",
+    "Format",
+    "Kahan",
+    "LogMinMax",
+    "Master",
+    "Native",
+    "Noise",
+    "Plan",
+    "Scale",
+    "Split",
+    "Storage",
+    "bf16",
+    "bf16_up",
+    "compander",
+    "companders",
+    "e8m0",
+    "f16",
+    "f32",
+    "floats",
+    "fp16",
+    "fp32",
+    "linear",
+    "log",
+    "masters",
+    "power",
+    "root",
+    "scales",
+    "softsign",
+    "ue7m9",
+    "ue8m8",
+]

@@ -1,0 +1,138 @@
+"""Blocks of 8-bit codes under one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from optgen.base import loc as locs
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.formats.companders import Compander, softsign
+from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.formats.scales import LARGEST_ROOT, Scale, ue8m8
+from optgen.lang.values import Num, bits, block_max, cast, clip, floor, maximum, minimum, rint, sqrt
+from optgen.ops import dtypes
+
+BLOCKS = (16, 32, 64, 128, 256, 512, 1024)
+NOISE_BITS = 12
+
+
+def check_block(name: str, bits: int, block: int, loc: Loc | None) -> None:
+    """Raises UserError for a width or block size that no kernel has."""
+    if bits != 8:
+        raise UserError("E305", loc=loc, what=f"{name} of {bits} bits", want="8 bits")
+    if block not in BLOCKS:
+        raise UserError(
+            "E305", loc=loc, what=f"{name} with blocks of {block}", want=f"a power of two, 16 to {BLOCKS[-1]}"
+        )
+
+
+@dataclass(frozen=True)
+class Blocked(Format):
+    """One 8-bit code per element, one scale per block: x = scale * inverse(code / N).
+
+    signed      N = 127, stored as code + 128, 0 exactly; unsigned: N = 255
+    of          "sqrt" keeps the root of a nonnegative value: its own square then has the codes' range squared
+    relative    keeps x / root, root being that of the rule's second moment as kept
+    rounding    stochastic: E[code] = N * curve(x / scale); a value on the grid stays, 0 stays 0
+    zero        unsigned only.  "half": code 0 reads as half a code, so that no second moment becomes 0, within
+                the same half cell; "keep": as 0 (FlashOptim)
+
+    Nearest encoding is idempotent, codes and all, where the largest element gets the last code and so keeps the
+    scale: 127 / (1 + 2^-8) rounds to 127, for N = 255 the scale must be ue7m9 (or fp32).
+    A block with a NaN or an Inf decodes to NaN, all of it and nothing else; its codes are unspecified.  Under
+    of="sqrt" an Inf counts as the largest root, just under 2^64.
+    """
+
+    bits: int = 8
+    block: int = 64
+    compander: Compander = field(default_factory=softsign)
+    scale: Scale = ue8m8
+    signed: bool = True
+    of: Literal["value", "sqrt"] = "value"
+    relative: bool = False
+    rounding: Rounding = "auto"
+    zero: Literal["half", "keep"] = "half"
+    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_block("Blocked", self.bits, self.block, self.loc)
+        if self.of == "sqrt" and self.signed:
+            raise UserError(
+                "E305", loc=self.loc, what='Blocked(signed=True, of="sqrt")', want="signed=False with a root"
+            )
+
+    def __str__(self) -> str:
+        what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
+        how = "stochastic" if self.noise_bits else "nearest"
+        sign = "signed" if self.signed else "unsigned"
+        return f"8-bit {sign} blocks of {self.block}: {what}{self.compander}, {self.scale} scale, {how}"
+
+    @property
+    def codes(self) -> int:
+        """N, the largest code."""
+        return 127 if self.signed else 255
+
+    @property
+    def positive(self) -> bool:
+        if self.signed or self.zero == "keep":
+            return False
+        least = self.scale.low * float(self.compander.inverse(0.5 / self.codes))
+        return (least * least if self.of == "sqrt" else least) >= 2.0**-126
+
+    def rounded(self, rounding: Rounding) -> Format:
+        return replace(self, rounding=rounding)
+
+    def absolute(self) -> Format:
+        return replace(self, relative=False)
+
+    @property
+    def noise_bits(self) -> int:
+        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
+
+    def fields(self) -> dict[str, Field]:
+        zero = 128 if self.signed else 0
+        return {"": Field(dtypes.u8, zero=zero), "scale": Field(self.scale.dtype, self.block)}
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        value = x / root if self.relative else x
+        if self.of == "sqrt":
+            value = sqrt(value) if self.scale.literal else minimum(sqrt(value), LARGEST_ROOT)
+        top = block_max(bits(abs(value)), self.block)
+        stored_scale, scale = self.scale.encode(top)
+        code = cast(self._code(value, scale, noise), dtypes.i32)
+        return {"": cast(code + 128 if self.signed else code, dtypes.u8), "scale": stored_scale}
+
+    def _code(self, value: Num, scale: Num, noise: Noise | None) -> Num:
+        """The rounded code, f32."""
+        if self.scale.literal:
+            # The library's own order of operations and its ties, so that its numbers come out bit for bit.
+            return floor(self.compander.curve(value / scale) * float(self.codes) + 0.5)
+        exact = self.compander.encode(value, scale, self.codes, signed=self.signed)
+        if not self.scale.covers:
+            exact = clip(exact, -float(self.codes), float(self.codes))
+        # 1.5 below, then noise about 1.5: the difference fuses with the multiplication before it.
+        return rint((exact - 1.5) + noise.above_one()) if noise else rint(exact)
+
+    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
+        value = self._value(parts)
+        if self.of == "sqrt":
+            return value * value
+        return value * root if self.relative else value
+
+    def decode_root(self, parts: Mapping[str, Num]) -> Num:
+        return self._value(parts) if self.of == "sqrt" else super().decode_root(parts)
+
+    def _value(self, parts: Mapping[str, Num]) -> Num:
+        """What was divided by the scale, times the scale."""
+        scale = self.scale.decode(parts["scale"])
+        code = cast(cast(parts[""], dtypes.i32), dtypes.f32)
+        if self.signed:
+            code = code - 128.0
+        elif self.zero == "half":
+            code = maximum(code, 0.5)
+        if self.scale.literal:
+            return self.compander.inverse(code / float(self.codes)) * scale
+        return self.compander.decode(code, scale, self.codes, signed=self.signed)

@@ -1,0 +1,131 @@
+"""Companders: monotone curves of [0, 1] onto itself that say where the codes lie.
+
+A magnitude n = |x| / scale is stored as round(N * curve(n)) and read back as inverse(code / N): where the
+curve is steep, codes are dense.  A compander is two functions over `optgen.lang`; `optgen.verify.bounds`
+proves them monotone and each other's inverse with SymPy and derives the error bound from them.
+
+The well-known ones also say how to encode and decode with as few operations as possible: the scale folded in
+with the number of codes, per block; one division per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from optgen.base import loc as locs
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.lang import values
+from optgen.lang.values import Num, sqrt, where
+
+Curve = Callable[[Num], Num]
+
+
+@dataclass(frozen=True)
+class Compander:
+    """curve: [0, 1] -> [0, 1], increasing, curve(0) = 0, curve(1) = 1; `inverse` undoes it.
+
+    odd     whether curve and inverse take negative numbers as they are: curve(-n) = -curve(n)
+    encode  (x, scale, N) -> N * curve(x / scale), the sign with it, for |x| <= scale; None: by the curve
+    decode  (code, scale, N) -> scale * inverse(code / N)
+    """
+
+    name: str
+    curve: Curve = field(compare=False)
+    inverse: Curve = field(compare=False)
+    odd: bool = False
+    short_encode: Callable[[Num, Num, int], Num] | None = field(default=None, compare=False, repr=False)
+    short_decode: Callable[[Num, Num, int], Num] | None = field(default=None, compare=False, repr=False)
+    loc: Loc | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def encode(self, x: Num, scale: Num, codes: int, *, signed: bool) -> Num:
+        """N * curve(x / scale), f32, before rounding; N = `codes`."""
+        if self.short_encode is not None:
+            return self.short_encode(x, scale, codes)
+        return self._both_signs(self.curve, x / scale, signed) * float(codes)
+
+    def decode(self, code: Num, scale: Num, codes: int, *, signed: bool) -> Num:
+        """scale * inverse(code / N), f32."""
+        if self.short_decode is not None:
+            return self.short_decode(code, scale, codes)
+        return self._both_signs(self.inverse, code * (1.0 / codes), signed) * scale
+
+    def _both_signs(self, curve: Curve, x: Num, signed: bool) -> Num:
+        if self.odd or not signed:
+            return curve(x)
+        magnitude = curve(abs(x))
+        return where(x < 0, -magnitude, magnitude)
+
+
+linear = Compander(
+    "linear",
+    lambda n: n,
+    lambda y: y,
+    odd=True,
+    short_encode=lambda x, scale, codes: x * (float(codes) / scale),
+    short_decode=lambda code, scale, codes: code * (scale * (1.0 / codes)),
+)
+
+
+def softsign(k: float = 1.0) -> Compander:
+    """n -> (1 + k) n / (1 + k n): codes (1 + k) times denser at 0, (1 + k) times sparser at 1."""
+    if not k > 0:
+        raise UserError("E305", loc=locs.here(), what=f"softsign({k:g})", want="k > 0")
+    # A number that is a whole one stays exact in SymPy.
+    k = int(k) if float(k).is_integer() else k
+
+    def short_encode(x: Num, scale: Num, codes: int) -> Num:
+        per_code = 1.0 / (codes * (1 + k))
+        return x / (scale * per_code + abs(x) * (k * per_code))
+
+    def short_decode(code: Num, scale: Num, codes: int) -> Num:
+        bend = abs(code) if k == 1 else abs(code) * float(k)
+        return scale * (code / (float(codes * (1 + k)) - bend))
+
+    return Compander(
+        f"softsign({k:g})" if k != 1 else "softsign",
+        lambda n: (1 + k) * n / (1 + k * abs(n)),
+        lambda y: y / ((1 + k) - k * abs(y)),
+        odd=True,
+        short_encode=short_encode,
+        short_decode=short_decode,
+    )
+
+
+root = Compander("root", lambda n: sqrt(n), lambda y: y * y)
+
+
+def power(p: float) -> Compander:
+    """n -> n ** p, 0 < p <= 1."""
+    if not 0 < p <= 1:
+        raise UserError("E305", loc=locs.here(), what=f"power({p:g})", want="0 < p <= 1")
+    if p == 1:
+        return linear
+    if p == 0.5:
+        return root
+    whole = round(1 / p)
+    if abs(whole * p - 1) < 1e-12:
+        # The inverse is a product: exact to rounding, and the curve is the same number's root.
+        return Compander(f"power(1/{whole})", lambda n: values.power(n, p), lambda y: y**whole)
+    return Compander(f"power({p:g})", lambda n: values.power(n, p), lambda y: values.power(y, 1 / p))
+
+
+def log(octaves: int = 8) -> Compander:
+    """n -> log2(1 + (2^octaves - 1) n) / octaves: telephony's mu-law, with an exact 0."""
+    if octaves != int(octaves) or not 1 <= octaves <= 16:
+        raise UserError("E305", loc=locs.here(), what=f"log({octaves})", want="a whole number of octaves, 1 to 16")
+    mu = 2**octaves - 1
+    return Compander(
+        f"log({octaves})",
+        lambda n: values.log2(1 + mu * n) * (1 / octaves),
+        lambda y: (values.exp2(octaves * y) - 1) * (1 / mu),
+    )
+
+
+def compander(name: str, curve: Curve, inverse: Curve) -> Compander:
+    """Your own: `compander("cosine", lambda n: ..., lambda y: ...)`, proven before it is used."""
+    return Compander(name, curve, inverse, loc=locs.here())

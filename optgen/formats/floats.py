@@ -1,0 +1,51 @@
+"""States kept as floats: f32, bf16, f16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from optgen.formats import words
+from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.lang.values import Num
+from optgen.ops import dtypes
+from optgen.ops.dtypes import DType
+
+
+@dataclass(frozen=True)
+class Float(Format):
+    """One float per element.
+
+    Rounds half to even or stochastically; relative error 2^-8 (bf16), 2^-11 (f16, normal values) to nearest,
+    twice that stochastically.  NaN and Inf stay in their element.  bf16 has the range of f32; f16 turns
+    |x| >= 65520 into Inf and has an absolute step of 2^-24 below 2^-14.
+    """
+
+    dtype: DType
+    rounding: Rounding = "nearest"
+
+    def __str__(self) -> str:
+        return self.dtype.name if self.noise_bits == 0 else f"{self.dtype.name}, stochastic"
+
+    def rounded(self, rounding: Rounding) -> Format:
+        return self if self.dtype is dtypes.f32 else replace(self, rounding=rounding)
+
+    @property
+    def noise_bits(self) -> int:
+        return 0 if self.rounding == "nearest" else words.noise_bits(self.dtype)
+
+    def fields(self) -> dict[str, Field]:
+        return {"": Field(self.dtype)}
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        return {"": words.narrow(x, self.dtype, noise)}
+
+    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
+        return words.widen(parts[""], self.dtype)
+
+
+f32 = Float(dtypes.f32)
+bf16 = Float(dtypes.bf16)
+f16 = Float(dtypes.f16)
+bf16_auto = Float(dtypes.bf16, "auto")
+f16_auto = Float(dtypes.f16, "auto")

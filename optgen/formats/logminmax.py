@@ -1,0 +1,145 @@
+"""Blocks of nonnegative values between their own minimum and maximum, evenly on the scale of a pseudo-logarithm.
+
+The bit pattern of a positive f32, read as an integer, is a piecewise linear logarithm.  A block keeps the
+unit (half an octave of the root, or an octave of the value) in which its smallest element lies, and into how
+many cells each unit is cut; a code counts cells from there and reads as the middle of its cell.  All of it is
+integer arithmetic on the pattern: the same bits on every backend, no logarithm, no division per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from optgen.base import loc as locs
+from optgen.base.loc import Loc
+from optgen.formats.blocked import NOISE_BITS, check_block
+from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.lang.values import (
+    Num,
+    bits,
+    block_max,
+    block_min,
+    cast,
+    equal,
+    floor,
+    from_bits,
+    maximum,
+    minimum,
+    rint,
+    sqrt,
+    where,
+)
+from optgen.ops.dtypes import f32, i16, i32, u8
+
+
+@dataclass(frozen=True)
+class LogMinMax(Format):
+    """8-bit codes and a 16-bit header per block: first unit (8 bits), cells per unit k (8 bits).
+
+    With w units between minimum and maximum, k = min(255, floor(256 / w)), the relative error of the root (of
+    the value) is at most 1 / (4 k) (1 / (2 k)) to nearest and twice that stochastically.  Never decodes to 0:
+    what lies more than 64 units below the block's maximum, or under 2^-126, reads as the lowest code, which is
+    larger.  Above 2^127.8 it saturates; Inf and NaN read as some value within the range of their block.  Only a
+    fresh state, header 0, decodes to 0.
+
+    Unit boundaries are cell boundaries, and a code reads as the middle of its cell: to nearest, minimum and
+    maximum stay within their units, the header stays, and encoding again changes nothing.  Stochastically
+    they may move half a cell out of their units, for which a margin is kept.
+    """
+
+    bits: int = 8
+    block: int = 64
+    of: Literal["sqrt", "value"] = "sqrt"
+    rounding: Rounding = "auto"
+    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
+
+    UNITS = 64  # at most: four cells per unit are left then, and half a cell fits the margin
+
+    def __post_init__(self) -> None:
+        check_block("LogMinMax", self.bits, self.block, self.loc)
+
+    def __str__(self) -> str:
+        how = "stochastic" if self.noise_bits else "nearest"
+        what = "sqrt" if self.of == "sqrt" else "value"
+        return f"8-bit unsigned blocks of {self.block}: {what} between minimum and maximum, pseudo-log, {how}"
+
+    @property
+    def signed(self) -> bool:
+        return False
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    def rounded(self, rounding: Rounding) -> Format:
+        return replace(self, rounding=rounding)
+
+    @property
+    def noise_bits(self) -> int:
+        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
+
+    @property
+    def unit(self) -> int:
+        """log2 of a unit, as an integer pattern: half an octave of a root, an octave of a value."""
+        return 22 if self.of == "sqrt" else 23
+
+    @property
+    def lowest(self) -> int:
+        """The pattern of the smallest number that is told from smaller ones: 2^-126, or its root."""
+        return (127 - 63) << 23 if self.of == "sqrt" else 1 << 23
+
+    @property
+    def highest(self) -> int:
+        """The pattern of the largest: a quarter of a unit below 2^128, or its root."""
+        return ((127 + 64) << 23 if self.of == "sqrt" else 255 << 23) - (1 << (self.unit - 2))
+
+    def fields(self) -> dict[str, Field]:
+        return {"": Field(u8), "range": Field(i16, self.block)}
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        unit = self.unit
+        pattern = bits(sqrt(x) if self.of == "sqrt" else x)
+        top, bottom = block_max(pattern, self.block), block_min(pattern, self.block)
+        margin = 1 << (unit - 3) if noise else 0
+        above = ((minimum(maximum(top, self.lowest), self.highest) + margin) >> unit) + 1
+        below = (maximum(minimum(bottom, self.highest), self.lowest) - margin) >> unit
+        first = maximum(maximum(below, above - self.UNITS), self.lowest >> unit)
+        # 256.5: floor(256 / w) for every w, with room for a reciprocal that is not correctly rounded.
+        cells = minimum(cast(floor(256.5 / cast(above - first, f32)), i32), 255)
+        start = first << unit
+        least = start + (_step(cells, unit) >> 1) + 1 if noise else start
+        # Cells above the start, in units of 2^-unit cells.
+        position = (minimum(maximum(pattern, least), self.highest) - start) * cells
+        if noise:
+            # Down by half a cell, up by 0 to 1 cells: the middle of a cell stays in it.
+            shift = unit - noise.bits
+            position = position + ((noise.integer() << shift) + ((1 << (shift - 1)) - (1 << (unit - 1))))
+        header = ((first - (self.lowest >> unit)) << 8) | cells
+        return {"": cast(position >> unit, u8), "range": cast(header, i16)}
+
+    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
+        value = self._value(parts)
+        return value * value if self.of == "sqrt" else value
+
+    def decode_root(self, parts: Mapping[str, Num]) -> Num:
+        return self._value(parts) if self.of == "sqrt" else sqrt(self._value(parts))
+
+    def _value(self, parts: Mapping[str, Num]) -> Num:
+        """The kept number: a root or a value."""
+        header = cast(parts["range"], i32)
+        cells = maximum(header & 0xFF, 4)
+        step = _step(cells, self.unit)
+        middle = ((header & 0xFF00) << (self.unit - 8)) + self.lowest + (step >> 1)
+        middle = where(equal(header, 0), 0, middle)
+        return from_bits(middle + cast(parts[""], i32) * step)
+
+
+def _step(cells: Num, unit: int) -> Num:
+    """The width of a cell as an integer pattern: 2^unit / cells.
+
+    2^22 / k is at least three f32 ulps away from a tie for every k that occurs, so that a reciprocal with an
+    error of an ulp rounds to the same integer on every backend.
+    """
+    return cast(rint(float(1 << 22) / cast(cells, f32)), i32) << (unit - 22)

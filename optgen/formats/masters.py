@@ -1,0 +1,224 @@
+"""Weights: the parameter in its own dtype, and what else it takes to lose no update.
+
+fp32 parameters are their own master under every plan.  For bf16 and f16 parameters the visible weight is
+always a rounding of the kept one, so that the model computes with the nearest value it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from optgen.base import loc as locs
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.formats import words
+from optgen.formats.format import Field, Master, Noise, Rounding
+from optgen.lang.values import Num, bits, cast, clip, equal, floor, from_bits, maximum, where
+from optgen.ops.dtypes import DType, bf16, f16, f32, i16, i32, u8
+
+
+@dataclass(frozen=True)
+class Native(Master):
+    """The parameter alone.  Under nearest rounding updates below half an ulp are lost."""
+
+    rounding: Rounding = "nearest"
+
+    def __str__(self) -> str:
+        return f"the parameter itself, {'nearest' if self.rounding == 'nearest' else 'stochastic'}"
+
+    def noise_bits(self, param: DType) -> int:
+        return 0 if self.rounding == "nearest" else words.noise_bits(param)
+
+    def fields(self, param: DType) -> dict[str, Field]:
+        return {"": Field(param)}
+
+    def encode(self, x: Num, param: DType, *, noise: Noise | None = None) -> dict[str, Num]:
+        return {"": words.narrow(x, param, noise)}
+
+    def decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+        return words.widen(parts[""], param)
+
+    def describe(self, param: DType) -> str:
+        return param.name if param is f32 else f"{param.name}, {'stochastic' if self.noise_bits(param) else 'nearest'}"
+
+
+@dataclass(frozen=True)
+class Narrow(Master):
+    """A master for parameters narrower than fp32: what it does for fp32 is Native."""
+
+    def noise_bits(self, param: DType) -> int:
+        return 0
+
+    def fields(self, param: DType) -> dict[str, Field]:
+        return {"": Field(param)} if param is f32 else {"": Field(param), **self._extra(param)}
+
+    def encode(self, x: Num, param: DType, *, noise: Noise | None = None) -> dict[str, Num]:
+        return {"": x} if param is f32 else self._encode(x, param, noise)
+
+    def decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+        return parts[""] if param is f32 else self._decode(parts, param)
+
+    def describe(self, param: DType) -> str:
+        return "f32" if param is f32 else f"{param.name} {self}"
+
+    def _extra(self, param: DType) -> dict[str, Field]:
+        raise NotImplementedError
+
+    def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
+        raise NotImplementedError
+
+    def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Copy(Narrow):
+    """A full copy in fp32: exact."""
+
+    def __str__(self) -> str:
+        return "and an fp32 copy"
+
+    def _extra(self, param: DType) -> dict[str, Field]:
+        return {"master": Field(f32)}
+
+    def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
+        return {"": words.narrow(x, param), "master": x}
+
+    def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+        return parts["master"]
+
+
+@dataclass(frozen=True)
+class Kahan(Narrow):
+    """What rounding took away, in the parameter's dtype again: Kahan's compensation.
+
+    Loses updates under about 2^-9 of what is compensated: far fewer than the parameter alone, but not none.
+    A weight that became Inf stays so; its compensation is 0.
+    """
+
+    def __str__(self) -> str:
+        return "and its rounding error (Kahan)"
+
+    def _extra(self, param: DType) -> dict[str, Field]:
+        return {"compensation": Field(param)}
+
+    def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
+        weight = words.narrow(x, param)
+        lost = x - words.widen(weight, param)
+        # Inf - Inf is NaN, finite - Inf is Inf: neither is an error worth keeping.
+        lost = where(abs(lost) <= words.LARGEST_F32, lost, 0.0)
+        return {"": weight, "compensation": words.narrow(lost, param)}
+
+    def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+        return words.widen(parts[""], param) + words.widen(parts["compensation"], param)
+
+
+@dataclass(frozen=True)
+class Split(Narrow):
+    """The pattern of the weight cut in two: the parameter holds the high bits, rounded, a second field the rest.
+
+    bf16: f32's own pattern.  16 low bits are exact for every f32 that is not NaN; 8 keep 24 bits of it (relative
+    error 2^-16, 2^-15 stochastically).  f16: 5 exponent and 10 + `bits` mantissa bits; 8 keep 2^-19 of normal
+    values and 2^-33 absolute below 2^-14, 16 every normal value exactly and 2^-41 below.
+
+    The high part rounds half up, because the pair could not be exact otherwise: each even bf16 has 65537
+    patterns that round to it half to even.  All of it is integer arithmetic; encoding what was decoded changes
+    nothing, stochastically either.  NaN is selected explicitly and stays NaN, Inf stays Inf.  Where the high part
+    rounds up to Inf the pair still gives the finite weight back, except for what 8 low bits round up to 2^128
+    (2^16 for f16): that becomes Inf.
+    """
+
+    bits: Literal[8, 16] = 8
+    rounding: Rounding = "stochastic"
+    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 16):
+            raise UserError("E305", loc=self.loc, what=f"Split({self.bits})", want="8 or 16 further bits")
+
+    def __str__(self) -> str:
+        how = "" if self.bits == 16 else ", stochastic" if self.rounding != "nearest" else ", nearest"
+        return f"and {self.bits} more bits{how}"
+
+    def noise_bits(self, param: DType) -> int:
+        return 8 if self.bits == 8 and self.rounding != "nearest" and param is not f32 else 0
+
+    def _extra(self, param: DType) -> dict[str, Field]:
+        return {"low": Field(u8, zero=128) if self.bits == 8 else Field(i16)}
+
+    def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
+        return self._encode_bf16(x, noise) if param is bf16 else self._encode_f16(x, noise)
+
+    def _encode_bf16(self, x: Num, noise: Noise | None) -> dict[str, Num]:
+        half = 0x8000  # half of the high part's last place: the low part is stored above it
+        if self.bits == 16:
+            word = where(equal(x, x), bits(x), words.NAN) + half
+            low = cast((word & 0xFFFF) - half, i16)
+        else:
+            rounded = bits(x) + noise.integer() if noise else bits(x) + 0x80
+            word = where(equal(x, x), rounded, words.NAN) + half
+            low = cast((word >> 8) & 0xFF, u8)
+        return {"": words.stored(word >> 16, bf16), "low": low}
+
+    def _encode_f16(self, x: Num, noise: Noise | None) -> dict[str, Num]:
+        half = 1 << (self.bits - 1)
+        wide = words.wide_f16(x, self.bits, noise)
+        word = where(equal(x, x), wide, 0x7E00 << self.bits) + half
+        sign = (bits(x) >> 16) & 0x8000
+        low = word & ((1 << self.bits) - 1)
+        kept = cast(low - half, i16) if self.bits == 16 else cast(low, u8)
+        return {"": words.stored(sign | (word >> self.bits), f16), "low": kept}
+
+    def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+        high, low = words.pattern(parts[""]), cast(parts["low"], i32)
+        if param is bf16:
+            if self.bits == 16:
+                return from_bits((high << 16) + low)
+            return from_bits(((high << 16) | (low << 8)) - 0x8000)
+        offset = low if self.bits == 16 else low - 128
+        wide = ((high & 0x7FFF) << self.bits) + offset
+        return from_bits(bits(words.narrow_f16(wide, self.bits)) | ((high & 0x8000) << 16))
+
+
+@dataclass(frozen=True)
+class Ecc8(Narrow):
+    """FlashOptim's 24-bit weight: round-to-nearest and the error in 1/127 of half an ulp, as code + 128.
+
+    For its checkpoints and results only: not idempotent, and updates under 2^-9 ulp are lost.
+    """
+
+    def __str__(self) -> str:
+        return "and its rounding error in 1/254 ulp (FlashOptim)"
+
+    def _extra(self, param: DType) -> dict[str, Field]:
+        return {"low": Field(u8, zero=128)}
+
+    @staticmethod
+    def _exponent(weight: Num, param: DType) -> Num:
+        """log2 of half an ulp of the weight, i32."""
+        smallest = 1 if param is bf16 else 127 - 14
+        biased = maximum((bits(weight) >> 23) & 0xFF, smallest)
+        return biased - (127 + (7 if param is bf16 else 10) + 1)
+
+    @staticmethod
+    def _scaled(x: Num, exponent: Num) -> Num:
+        """x * 2^exponent, in two steps that neither overflow nor underflow."""
+        part = exponent >> 1
+        return x * from_bits((part + 127) << 23) * from_bits((exponent - part + 127) << 23)
+
+    def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
+        kept = words.narrow(x, param)
+        weight = words.widen(kept, param)
+        error = x - weight
+        error = where(equal(error, error), error, 0.0)  # Inf - Inf
+        units = clip(self._scaled(error, 0 - self._exponent(weight, param)), -1.0, 1.0) * 127.0
+        size = floor(abs(units) + 0.5)
+        code = cast(where(units < 0, -size, size), i32)
+        return {"": kept, "low": cast(code + 128, u8)}
+
+    def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+        weight = words.widen(parts[""], param)
+        code = cast(cast(parts["low"], i32), f32) - 128.0
+        return weight + self._scaled(code / 127.0, self._exponent(weight, param))

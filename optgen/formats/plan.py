@@ -1,0 +1,228 @@
+"""Plans: which format keeps what.  A plan knows traits (signed, nonneg), not optimizers; n rules x k plans need
+no n * k lines.  `Plan.storage` joins a plan with the states of a rule."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, MappingProxyType
+from typing import Any
+
+from optgen.base import loc as locs
+from optgen.base.errors import UserError, did_you_mean
+from optgen.base.loc import Loc
+from optgen.formats import floats
+from optgen.formats.format import Field, Format, Master
+from optgen.formats.masters import Native
+from optgen.lang.declare import StateDecl
+from optgen.ops.dtypes import DType, f32
+
+SMALL = 4096
+
+# Recurrences under which a state is rounded to nearest whatever its neighbours need: a running maximum would
+# climb on the upward halves of stochastic rounding, and what is not an average of its past has nothing to gain.
+NEAREST = frozenset({"max", "previous", "constant"})
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A plan applied to the states of one rule: what `lower` compiles, `runtime` allocates and `lint` judges.
+
+    param    the parameter's dtype
+    small    whether for tensors below the plan's small_numel
+    states   name -> format, every rounding resolved
+    nonneg   names of the states that are never negative
+    """
+
+    plan: Plan
+    param: DType
+    small: bool
+    master: Master
+    states: dict[str, Format]
+    nonneg: frozenset[str] = frozenset()
+
+    @property
+    def block(self) -> int:
+        """The block size that all blocked states share; 1 where there is none."""
+        return max((f.block for f in self.states.values()), default=1)
+
+    def fields(self) -> dict[str, Field]:
+        """Every stored tensor but the parameter: "weight_<suffix>", then "<state>" and "<state>_<suffix>"."""
+        out = {f"weight_{k}": v for k, v in self.master.fields(self.param).items() if k}
+        for name, fmt in self.states.items():
+            out |= {f"{name}_{k}" if k else name: v for k, v in fmt.fields().items()}
+        return out
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Bytes per parameter between steps: weight and states, without the gradient."""
+        return self.param.bytes + sum(f.bytes_per_param for f in self.fields().values())
+
+
+def _assigned_name(frame: FrameType) -> str:
+    """The name that the running instruction's result is assigned to, read from the bytecode; "" if none."""
+    after = (i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti)
+    following = next((i for i in after if i.opname != "CACHE"), None)
+    return str(following.argval) if following and following.opname.startswith("STORE_") else ""
+
+
+def _first_frame_outside() -> FrameType:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "dataclasses"):
+        frame = frame.f_back
+    return frame
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class Plan:
+    """How every kind of value is kept between steps.
+
+        int8 = Plan("8-bit moments.", signed=Blocked(), nonneg=LogMinMax())
+
+    name         by default the name it is assigned to
+    master       the weight, where the parameter is narrower than fp32
+    signed       states of either sign; a relative format applies where the rule divides the state by the root of
+                 a second moment that never becomes 0, its absolute twin elsewhere
+    nonneg       states that are never negative
+    reduced      row, column and tensor statistics
+    initial      states that start as the weight: precise as weights, not as moments
+    small        every state of a tensor with fewer than small_numel elements (of the logical tensor)
+    overrides    state name -> format, before all of these
+    forced       why the plan is built although the lint refuses it; "" if it is not
+    """
+
+    doc: str
+    name: str
+    master: Master
+    signed: Format
+    nonneg: Format
+    reduced: Format
+    initial: Format
+    small: Format
+    small_numel: int
+    overrides: Mapping[str, Format]
+    forced: str
+    loc: Loc = field(compare=False)
+
+    def __init__(
+        self,
+        doc: str,
+        *,
+        name: str = "",
+        master: Master | None = None,
+        signed: Format = floats.f32,
+        nonneg: Format = floats.f32,
+        reduced: Format = floats.f32,
+        initial: Format = floats.f32,
+        small: Format = floats.f32,
+        small_numel: int = SMALL,
+        overrides: Mapping[str, Format] | None = None,
+        forced: str = "",
+    ) -> None:
+        frame = _first_frame_outside()
+        values: dict[str, Any] = {
+            "doc": doc,
+            "name": name or _assigned_name(frame),
+            "master": master or Native(),
+            "signed": signed,
+            "nonneg": nonneg,
+            "reduced": reduced,
+            "initial": initial,
+            "small": small,
+            "small_numel": small_numel,
+            "overrides": MappingProxyType(dict(overrides or {})),
+            "forced": forced,
+            "loc": locs.of_frame(frame),
+        }
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+        self._check()
+
+    def _check(self) -> None:
+        slots = {"signed": self.signed, "nonneg": self.nonneg, "small": self.small}
+        for slot, fmt in slots.items():
+            if slot != "nonneg" and not fmt.signed:
+                raise UserError("E301", loc=self.loc, plan=self.name or "this plan", state=slot, format=str(fmt))
+        if self.small.block > 1 or self.reduced.block > 1 or self.initial.block > 1:
+            raise UserError(
+                "E305", loc=self.loc, what="small, reduced or initial in blocks", want="a format without blocks there"
+            )
+
+    def but(self, doc: str = "", **changes: Any) -> Plan:
+        """This plan with some of its parts replaced; `overrides` are added to the ones it has."""
+        frame = _first_frame_outside()
+        own = {k: getattr(self, k) for k in ("master", "signed", "nonneg", "reduced", "initial", "small")}
+        own |= {"small_numel": self.small_numel, "forced": self.forced}
+        known = {*own, "name", "overrides"}
+        for key in changes:
+            if key not in known:
+                raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=did_you_mean(key, known))
+        changes["overrides"] = {**self.overrides, **changes.get("overrides", {})}
+        changes.setdefault("name", _assigned_name(frame))
+        return Plan(doc or self.doc, **{**own, **changes})
+
+    def __repr__(self) -> str:
+        return f"Plan({self.name!r})"
+
+    # -- applied to a rule
+
+    def storage(
+        self,
+        states: Sequence[StateDecl],
+        param: DType,
+        small: bool,
+        recurrences: Mapping[str, Any] | None = None,
+    ) -> Storage:
+        """The formats of these states (those present under the flags), for a parameter dtype and size class.
+
+        `recurrences` gives each state's recurrence (an object with `.kind`): rounding "auto" becomes nearest for
+        a kind in NEAREST and stochastic otherwise.  Raises UserError where a format cannot hold a state.
+        """
+        chosen: dict[str, Format] = {}
+        for state in states:
+            chosen[state.name] = self._resolved(state, small, recurrences)
+        by_name = {s.name: s for s in states}
+        for state in states:
+            base = by_name.get(state.normalized_by or "")
+            if chosen[state.name].relative and (base is None or not chosen[base.name].positive):
+                chosen[state.name] = chosen[state.name].absolute()
+        self._check_states(states, chosen)
+        master = Native() if param is f32 else self.master
+        nonneg = frozenset(s.name for s in states if s.nonneg)
+        return Storage(self, param, small, master, chosen, nonneg)
+
+    def _resolved(self, state: StateDecl, small: bool, recurrences: Mapping[str, Any] | None) -> Format:
+        fmt = self._format(state, small)
+        if fmt.rounding != "auto":
+            return fmt
+        recurrence = (recurrences or {}).get(state.name)
+        nearest = recurrence is not None and recurrence.kind in NEAREST
+        return fmt.rounded("nearest" if nearest else "stochastic")
+
+    def _format(self, state: StateDecl, small: bool) -> Format:
+        if state.name in self.overrides:
+            return self.overrides[state.name]
+        if state.space.name != "elem":
+            return self.reduced
+        if state.init == "param":
+            return self.initial
+        if small:
+            return self.small
+        return self.nonneg if state.nonneg else self.signed
+
+    def _check_states(self, states: Sequence[StateDecl], chosen: Mapping[str, Format]) -> None:
+        sizes: dict[int, str] = {}
+        for state in states:
+            fmt = chosen[state.name]
+            places = tuple(x for x in (self.loc, state.loc) if x is not None)
+            if not state.nonneg and not fmt.signed:
+                raise UserError("E301", loc=places, plan=self.name, state=state.name, format=str(fmt))
+            if fmt.block > 1:
+                if state.space.name != "elem":
+                    raise UserError("E303", loc=places, plan=self.name, state=state.name, space=state.space.name)
+                sizes.setdefault(fmt.block, state.name)
+        if len(sizes) > 1:
+            (a, first), (b, second) = sorted(sizes.items())[:2]
+            raise UserError("E302", loc=self.loc, plan=self.name, first=first, a=a, second=second, b=b)

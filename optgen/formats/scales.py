@@ -1,0 +1,229 @@
+"""Scales: one number per block that bounds the magnitude of its elements.
+
+A scale is encoded from the largest magnitude of the block, as i32 bits (`top`): integer maxima are
+associative and let NaN win.  Rules that all but the compatibility scale keep, each for a measured reason:
+
+- rounded *up*, and the encoder divides by the *decoded* scale: |x| / scale <= 1, no second source of error;
+- the whole range of f32: there is no gradient that a scale cannot follow;
+- a block with a NaN or an Inf gets a NaN scale: all of it decodes to NaN, nothing outside it does.
+
+The smallest scale of an encoded block is 2^-118, so that scale / 254 stays a normal number and reciprocals
+stay finite; scale 0 is what a fresh state has and makes all of its block 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from optgen.formats import words
+from optgen.lang.values import Num, cast, equal, from_bits, maximum, minimum, where
+from optgen.ops import dtypes
+from optgen.ops.dtypes import DType
+
+SMALLEST = 2.0**-118
+LARGEST = float.fromhex("0x1.fffffep127")  # of f32
+LARGEST_ROOT = float.fromhex("0x1.ffffe0p63")  # a little below 2^64: its square is finite
+_LARGEST_ROOT_BITS = 0x5F7FFFF0
+_ROOT_OFFSET = (127 - 63) << 23  # bits of 2^-63
+_SMALLEST_BITS = (127 - 118) << 23
+
+
+class Scale(ABC):
+    """How the scale of a block is stored.
+
+    name      as in plans
+    dtype     of the stored field
+    excess    the decoded scale is at most (1 + excess) * max(largest magnitude, SMALLEST)
+    covers    whether no element exceeds the decoded scale
+    literal   whether the encoder divides by another number than the decoder multiplies with (compatibility)
+    low, high the largest magnitudes that it can follow
+    """
+
+    name: str
+    dtype: DType
+
+    @property
+    def excess(self) -> float:
+        return 0.0
+
+    @property
+    def covers(self) -> bool:
+        return True
+
+    @property
+    def literal(self) -> bool:
+        return False
+
+    @property
+    def low(self) -> float:
+        return SMALLEST
+
+    @property
+    def high(self) -> float:
+        return LARGEST
+
+    @abstractmethod
+    def encode(self, top: Num) -> tuple[Num, Num]:
+        """(what is stored, the f32 that the encoder divides by) for the largest magnitude's bits."""
+
+    @abstractmethod
+    def decode(self, stored: Num) -> Num:
+        """The f32 scale."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class PatternScale(Scale):
+    """The high bits of the f32 pattern, rounded up: `shift` low bits are dropped."""
+
+    name: str
+    dtype: DType
+    shift: int
+
+    @property
+    def excess(self) -> float:
+        return 2.0 ** (self.shift - 23)
+
+    @property
+    def covers(self) -> bool:
+        return self.shift < 23
+
+    @property
+    def high(self) -> float:
+        return LARGEST if self.covers else 2.0**127
+
+    def encode(self, top: Num) -> tuple[Num, Num]:
+        up = maximum(top, _SMALLEST_BITS) + ((1 << self.shift) - 1)
+        if not self.covers:
+            # No pattern is left between the last power of two and NaN: the top binade saturates.
+            up = minimum(up, words.INF - 1)
+        pattern = where(top < words.INF, up, 0x7FFFFFFF) >> self.shift
+        return cast(pattern, self.dtype), self._value(pattern)
+
+    def decode(self, stored: Num) -> Num:
+        return self._value(cast(stored, dtypes.i32))
+
+    def _value(self, pattern: Num) -> Num:
+        """The f32 of a pattern, sign-extended or not."""
+        scale_bits = pattern << self.shift
+        if self.dtype is dtypes.i16 and self.shift < 16:
+            scale_bits = scale_bits & 0x7FFFFFFF  # the load extended the pattern's top bit as a sign
+        # The pattern of Inf is free: it stands for the largest f32, rounded up, or else for NaN.
+        return from_bits(where(equal(scale_bits, words.INF), words.LARGEST if self.covers else words.NAN, scale_bits))
+
+
+@dataclass(frozen=True)
+class RootScale(Scale):
+    """16 bits for roots of second moments: 7 bits of exponent suffice, which leaves 9 for the mantissa.
+
+    So fine that the largest of 255 codes keeps the scale under nearest rounding: 255 / (1 + 2^-9) rounds to 255.
+    Follows roots in [2^-54, 2^64): its smallest keeps half a code, squared, a normal f32.
+    """
+
+    name: str = "ue7m9"
+    dtype: DType = dtypes.i16
+
+    @property
+    def excess(self) -> float:
+        return 2.0**-9
+
+    @property
+    def low(self) -> float:
+        return 2.0**-54
+
+    @property
+    def high(self) -> float:
+        return LARGEST_ROOT
+
+    def encode(self, top: Num) -> tuple[Num, Num]:
+        above = maximum(top, (127 - 54) << 23) - _ROOT_OFFSET
+        pattern = where(top < words.INF, (above + 0x3FFF) >> 14, 0xFFFF)
+        return cast(pattern, dtypes.i16), self._value(pattern)
+
+    def decode(self, stored: Num) -> Num:
+        return self._value(cast(stored, dtypes.i32) & 0xFFFF)
+
+    def _value(self, pattern: Num) -> Num:
+        scale_bits = minimum((pattern << 14) + _ROOT_OFFSET, _LARGEST_ROOT_BITS)
+        scale_bits = where(equal(pattern, 0xFFFF), words.NAN, scale_bits)
+        return from_bits(where(equal(pattern, 0), 0, scale_bits))
+
+
+@dataclass(frozen=True)
+class FloatScale(Scale):
+    """The largest magnitude itself, in f32."""
+
+    name: str = "fp32"
+    dtype: DType = dtypes.f32
+
+    def encode(self, top: Num) -> tuple[Num, Num]:
+        scale = from_bits(where(top < words.INF, maximum(top, _SMALLEST_BITS), words.NAN))
+        return scale, scale
+
+    def decode(self, stored: Num) -> Num:
+        return stored
+
+
+@dataclass(frozen=True)
+class HalfScale(Scale):
+    """f16 rounded to nearest, the encoder dividing by the unrounded one: FlashOptim's, for compatibility only.
+
+    A block whose largest magnitude is under 2^-25 decodes to 0, one above 65520 to Inf and NaN.
+    """
+
+    name: str = "fp16"
+    dtype: DType = dtypes.f16
+
+    @property
+    def excess(self) -> float:
+        return 2.0**-11
+
+    @property
+    def literal(self) -> bool:
+        return True
+
+    @property
+    def low(self) -> float:
+        return 2.0**-14
+
+    @property
+    def high(self) -> float:
+        return 65504.0
+
+    def encode(self, top: Num) -> tuple[Num, Num]:
+        scale = maximum(from_bits(top), 1e-12)
+        return cast(scale, dtypes.f16), scale
+
+    def decode(self, stored: Num) -> Num:
+        return cast(stored, dtypes.f32)
+
+
+ue8m8 = PatternScale("ue8m8", dtypes.i16, 15)  # f32 without its sign and its last 15 bits
+bf16_up = PatternScale("bf16", dtypes.i16, 16)
+e8m0 = PatternScale("e8m0", dtypes.u8, 23)
+ue7m9 = RootScale()
+fp32 = FloatScale()
+fp16 = HalfScale()
+
+SCALES: dict[str, Scale] = {s.name: s for s in (ue8m8, ue7m9, bf16_up, e8m0, fp32, fp16)}
+
+__all__ = [
+    "LARGEST",
+    "LARGEST_ROOT",
+    "SCALES",
+    "SMALLEST",
+    "FloatScale",
+    "HalfScale",
+    "PatternScale",
+    "RootScale",
+    "Scale",
+    "bf16_up",
+    "e8m0",
+    "fp16",
+    "fp32",
+    "ue7m9",
+    "ue8m8",
+]

@@ -1,0 +1,181 @@
+"""The one node type, and the grammar of what it can say.
+
+    program = buffer* host-let* let* store*
+    expr    = const value                       a number; space host
+            | sym name                          a host scalar by name (hyper-parameter, `step`, hoisted let)
+            | load buffer                       what the buffer holds, in its storage dtype
+            | index                             position of the element in its tensor, logical order, i32
+            | key name                          a 32-bit host word: `step_key`, `stream_key`
+            | extent name                       `rows`, `columns` or `elements` of the tensor, as f32; space tensor
+            | PRIM expr*                        one row of ops/prims.py
+            | cast expr dtype | bitcast expr dtype
+            | block_max expr size | block_min expr size
+            | row_sum expr | col_sum expr | mat_sum expr | tensor_sum expr | row_max ...
+
+Nodes are immutable and hash-consed: equal means identical, so `is` compares and dicts are cheap.  Where a
+node came from is not part of it: names and source places belong to the lets of a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from optgen.ops import dtypes, spaces
+from optgen.ops.dtypes import DType
+from optgen.ops.prims import PRIMS
+from optgen.ops.spaces import Space
+
+LEAVES = ("const", "sym", "load", "index", "key", "extent")
+
+
+class Node:
+    """op, operands, attribute (constant, name, dtype or block size), dtype and space."""
+
+    __slots__ = ("__weakref__", "args", "attr", "dtype", "op", "space", "uid")
+
+    op: str
+    args: tuple[Node, ...]
+    attr: Any
+    dtype: DType
+    space: Space
+    uid: int
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("nodes are immutable")
+
+    def __reduce__(self) -> Any:
+        return (_make, (self.op, self.args, self.attr, self.dtype, self.space))
+
+    def __repr__(self) -> str:
+        from optgen.ir.show import text
+
+        return text(self)
+
+
+_table: dict[tuple[Any, ...], Node] = {}
+
+
+def _make(op: str, args: tuple[Node, ...], attr: Any, dtype: DType, space: Space) -> Node:
+    # repr() tells 0.0 from -0.0 and 1 from 1.0, which == does not.
+    key = (op, tuple(a.uid for a in args), repr(attr), dtype.name, space)
+    node = _table.get(key)
+    if node is None:
+        node = object.__new__(Node)
+        put = object.__setattr__
+        put(node, "op", op)
+        put(node, "args", args)
+        put(node, "attr", attr)
+        put(node, "dtype", dtype)
+        put(node, "space", space)
+        put(node, "uid", len(_table))
+        _table[key] = node
+    return node
+
+
+# -- leaves
+
+
+def const(value: float | int | bool, dtype: DType = dtypes.f32) -> Node:
+    if dtype is dtypes.f32:
+        value = float(value)
+    return _make("const", (), value, dtype, spaces.host)
+
+
+def sym(name: str, dtype: DType = dtypes.f32) -> Node:
+    """A host scalar: fp64 on the host; rounded once to f32 where a kernel reads it."""
+    return _make("sym", (), name, dtype, spaces.host)
+
+
+def load(buffer: str, dtype: DType, space: Space) -> Node:
+    return _make("load", (), buffer, dtype, space)
+
+
+def index() -> Node:
+    return _make("index", (), None, dtypes.i32, spaces.elem)
+
+
+def key(name: str) -> Node:
+    return _make("key", (), name, dtypes.i32, spaces.host)
+
+
+def extent(name: str) -> Node:
+    """How many `rows` or `columns` the matrix of the last two dimensions has, or `elements` the tensor."""
+    return _make("extent", (), name, dtypes.f32, spaces.tensor)
+
+
+# -- everything else
+
+
+def op(name: str, *args: Node, attr: Any = None) -> Node:
+    """The node `name(args)`, typed: dtype by the primitive's row, space by joining the operands'."""
+    row = PRIMS[name]
+    if len(args) != row.arity:
+        raise ValueError(f"{name} takes {row.arity} operands, got {len(args)}")
+    space = spaces.join_all([a.space for a in args])
+    if row.result == "bool":
+        dtype = dtypes.boolean
+    elif row.result == "attr":
+        dtype = attr
+    elif row.result == "branch":
+        dtype = args[1].dtype
+    else:
+        dtype = args[0].dtype
+    if name in ("block_max", "block_min"):
+        space = spaces.block(attr)
+    elif name.endswith(("_sum", "_max")):
+        space = Space(name.split("_")[0])
+    return _make(name, args, attr, dtype, space)
+
+
+def rebuild(node: Node, args: Iterable[Node]) -> Node:
+    """The same operation on other operands, retyped."""
+    new = tuple(args)
+    if all(a is b for a, b in zip(new, node.args, strict=True)):
+        return node
+    return op(node.op, *new, attr=node.attr)
+
+
+# -- traversal
+
+
+def postorder(roots: Iterable[Node]) -> Iterator[Node]:
+    """Every node below the roots once, operands before users, in a deterministic order."""
+    seen: set[int] = set()
+    for root in roots:
+        stack: list[tuple[Node, bool]] = [(root, False)]
+        while stack:
+            node, done = stack.pop()
+            if node.uid in seen:
+                continue
+            if done:
+                seen.add(node.uid)
+                yield node
+                continue
+            stack.append((node, True))
+            for a in reversed(node.args):
+                if a.uid not in seen:
+                    stack.append((a, False))
+
+
+class Rewriter:
+    """Applies `rule(node) -> node` bottom-up with a memo; `rule` sees a node whose operands are done."""
+
+    def __init__(self, rule: Callable[[Node], Node]) -> None:
+        self.rule = rule
+        self.memo: dict[int, Node] = {}
+
+    def __call__(self, root: Node) -> Node:
+        for node in postorder([root]):
+            if node.uid not in self.memo:
+                done = rebuild(node, [self.memo[a.uid] for a in node.args]) if node.args else node
+                self.memo[node.uid] = self.rule(done)
+        return self.memo[root.uid]
+
+
+def is_const(node: Node, value: float | None = None) -> bool:
+    return node.op == "const" and (value is None or node.attr == value)
+
+
+def loads(roots: Iterable[Node]) -> list[str]:
+    return [n.attr for n in postorder(roots) if n.op == "load"]

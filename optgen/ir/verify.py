@@ -1,0 +1,86 @@
+"""What must hold of a Program and a Schedule after every stage, as a table of checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from optgen.ir.node import Node, postorder
+from optgen.ir.program import Program, Schedule
+from optgen.ops import dtypes, spaces
+from optgen.ops.prims import PRIMS
+
+COMPUTE = (dtypes.f32, dtypes.i32, dtypes.boolean)
+
+
+class BrokenIR(Exception):
+    """A stage made something that the next one cannot read: a fault of the compiler, not of the user."""
+
+
+def _operands(node: Node) -> Iterator[str]:
+    if node.op not in PRIMS:
+        return
+    kinds = [a.dtype for a in node.args]
+    if node.op in ("add", "sub", "mul", "min", "max", "lt", "le", "eq", "ne", "fma", "div") and len(set(kinds)) > 1:
+        yield f"{node.op} of different dtypes {kinds}"
+    if node.op == "where" and (kinds[0] is not dtypes.boolean or kinds[1] != kinds[2]):
+        yield f"where of {kinds}"
+    if node.op in ("sqrt", "div", "floor", "rint", "fma", "rcp", "rsqrt") and any(k is not dtypes.f32 for k in kinds):
+        yield f"{node.op} of {kinds}"
+    if node.op in ("shl", "shr", "lshr") and (kinds[0] is not dtypes.i32 or node.args[1].op != "const"):
+        yield f"{node.op} shifts an i32 by a constant, got {kinds}"
+    if node.op == "bitcast" and node.args[0].dtype.bits != node.dtype.bits:
+        yield f"bitcast {node.args[0].dtype} -> {node.dtype}"
+    if node.op in ("block_max", "block_min") and kinds[0] is not dtypes.i32:
+        yield f"{node.op} of {kinds[0]}: floats are compared by their bits"
+    if node.op in ("pow", "exp", "log") and node.space != spaces.host:
+        yield f"{node.op} outside host space"
+
+
+def _arithmetic(node: Node) -> Iterator[str]:
+    narrow = [a.dtype for a in node.args if a.dtype not in COMPUTE and a.dtype is not dtypes.f64]
+    if narrow and node.op not in ("cast", "bitcast"):
+        yield f"{node.op} computes in storage dtype {narrow[0]}"
+
+
+NODE_CHECKS: tuple[Callable[[Node], Iterator[str]], ...] = (_operands, _arithmetic)
+
+
+def _loads(p: Program) -> Iterator[str]:
+    known = {b.name: b for b in p.buffers}
+    for node in postorder(p.roots()):
+        if node.op == "load" and (node.attr not in known or known[node.attr].dtype != node.dtype):
+            yield f"load of {node.attr} as {node.dtype}"
+
+
+def _stores(p: Program) -> Iterator[str]:
+    known = {b.name: b for b in p.buffers}
+    seen = set()
+    for s in p.stores:
+        if s.buffer not in known or s.node.dtype != known[s.buffer].dtype:
+            yield f"store of {s.node.dtype} to {s.buffer}"
+        if s.buffer in seen:
+            yield f"two stores to {s.buffer}"
+        seen.add(s.buffer)
+
+
+def _host(p: Program) -> Iterator[str]:
+    known = set(p.hypers)
+    for let in p.host:
+        if let.node.space != spaces.host:
+            yield f"host let {let.name} lives in {let.node.space}"
+        for node in postorder([let.node]):
+            if node.op == "sym" and node.attr not in known:
+                yield f"host let {let.name} reads unknown {node.attr}"
+        known.add(let.name)
+
+
+PROGRAM_CHECKS: tuple[Callable[[Program], Iterator[str]], ...] = (_loads, _stores, _host)
+
+
+def verify(ir: Program | Schedule, *, after: str) -> None:
+    """Raises BrokenIR naming the stage and everything that does not hold."""
+    program = ir.program if isinstance(ir, Schedule) else ir
+    faults = [f for node in postorder(program.roots()) for check in NODE_CHECKS for f in check(node)]
+    faults += [f for check in PROGRAM_CHECKS for f in check(program)]
+    if faults:
+        raise BrokenIR(f"after {after}: " + "; ".join(faults[:8]))

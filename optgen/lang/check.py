@@ -1,0 +1,59 @@
+"""What must hold of a spec beyond its signature: nothing unused, nothing that divides by zero."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from optgen.base.errors import UserError
+from optgen.ir.node import postorder
+from optgen.lang.declare import conditions
+from optgen.lang.probe import probe
+
+if TYPE_CHECKING:
+    from optgen.lang.spec import Spec, Trace
+
+
+def check_trace(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
+    """Checks of one trace: three steps on small numbers stay finite, and nonneg states stay nonneg."""
+    probe(spec, flags, trace)
+
+
+def check(spec: Spec) -> None:
+    """Checks of a spec over all its flag settings; raises UserError for the first fault."""
+    traces = [(setting, spec.trace(setting)) for setting in spec.settings()]
+    read = set().union(*(_reads(trace) for _, trace in traces))
+    for s in spec.kept:
+        if s.name not in read:
+            raise UserError("E116", loc=s.loc, kind="state", name=s.name, remedy="drop it, or use it in the rule")
+    switches = {f.nonzero for f in spec.flags}
+    for h in spec.hypers:
+        for part in h.parts:
+            if part not in read and h.name not in switches:
+                remedy = "drop it, or use it in the rule"
+                raise UserError("E116", loc=h.loc, kind="hyper-parameter", name=part, remedy=remedy)
+    asked = {name for s in spec.kept for name, _ in conditions(s.when)}
+    for f in spec.flags:
+        if f.name not in asked and not _switches(f.name, traces):
+            raise UserError("E116", loc=f.loc, kind="flag", name=f.name, remedy="drop it, or branch on it with `if`")
+
+
+def _outputs(trace: Trace) -> dict[str, object]:
+    return {"p": trace.p, **trace.states, **trace.host_states}
+
+
+def _reads(trace: Trace) -> set[str]:
+    """Names whose value some new value depends on; a state that is only handed on is not read."""
+    roots = [(name, n) for name, n in {"p": trace.p, **trace.states, **trace.host_states}.items() if n.attr != name]
+    return {n.attr for _, root in roots for n in postorder([root]) if n.op in ("sym", "load")}
+
+
+def _switches(flag: str, traces: list[tuple[dict[str, bool], Trace]]) -> bool:
+    """Whether the rule differs between the two settings of a flag, everything else equal."""
+    by_rest: dict[tuple[tuple[str, bool], ...], Trace] = {}
+    for setting, trace in traces:
+        rest = tuple((k, v) for k, v in setting.items() if k != flag)
+        other = by_rest.setdefault(rest, trace)
+        if _outputs(other) != _outputs(trace):
+            return True
+    return False

@@ -1,0 +1,218 @@
+"""What a spec's signature is made of: the defaults of its parameters.
+
+exp_avg_sq=state(nonneg)                 one value per element, never negative
+row_avg=row(nonneg, when="factored")     one value per row of the last two dimensions
+mu_product=scalar(1.0)                   one number per parameter, kept on the host in fp64
+betas=hyper((0.9, 0.999), ge=0, lt=1)    a constructor argument with its range
+amsgrad=flag(False)                      a constructor argument that picks the code at build time
+has_momentum=flag(nonzero="momentum")    such a switch, set by a hyper-parameter being nonzero
+factored=shape_flag(lambda shape: ...)   such a switch, set by the parameter's shape
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.lang.values import author_loc
+from optgen.ops import spaces
+from optgen.ops.spaces import Space
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trait:
+    """A fact about a state that its storage may rely on."""
+
+    name: str
+
+
+nonneg = Trait("nonneg")
+
+
+@dataclass(frozen=True)
+class HyperDecl:
+    """A hyper-parameter: default, range, and the names of its scalars.
+
+    `parts` is ("lr",) for a number and the author's names for a tuple: ("beta1", "beta2") for betas.
+    """
+
+    name: str
+    default: float | tuple[float, ...]
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    parts: tuple[str, ...] = ()
+    loc: Loc | None = None
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The default, one number per part."""
+        return self.default if isinstance(self.default, tuple) else (self.default,)
+
+    @property
+    def range(self) -> str:
+        """The range in words, e.g. "0 <= beta1 < 1" without the name: ">= 0 and < 1"."""
+        bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+    def allows(self, value: float) -> bool:
+        """Whether one number is in the range; NaN never is."""
+        return (
+            not math.isnan(value)
+            and (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+
+@dataclass(frozen=True)
+class FlagDecl:
+    """A static switch: a constructor argument, or derived from a hyper-parameter or from the shape."""
+
+    name: str
+    default: bool = False
+    nonzero: str | None = None
+    loc: Loc | None = None
+    shape: Callable[[Shape], bool] | None = None
+
+    @property
+    def derived(self) -> bool:
+        """Whether no constructor argument sets it."""
+        return self.nonzero is not None or self.shape is not None
+
+
+@dataclass(frozen=True)
+class StateDecl:
+    """A tensor kept between steps."""
+
+    name: str
+    space: Space
+    nonneg: bool = False
+    when: str | None = None
+    init: float | Literal["param"] = 0.0
+    normalized_by: str | None = None
+    loc: Loc | None = None
+
+
+@dataclass(frozen=True)
+class HostStateDecl:
+    """A number per parameter kept between steps: fp64, on the host."""
+
+    name: str
+    init: float
+    when: str | None = None
+    loc: Loc | None = None
+
+
+Declaration = HyperDecl | FlagDecl | StateDecl | HostStateDecl
+
+
+def _refuse(what: str, hint: str) -> UserError:
+    return UserError("E113", loc=author_loc(), what=what, hint=hint)
+
+
+def _number(what: str, x: object) -> float:
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise _refuse(f"{what} is a number, got {x!r}", "")
+    return float(x)
+
+
+def _state(
+    space: Space, traits: tuple[object, ...], when: object, init: object, normalized_by: str | None = None
+) -> StateDecl:
+    for t in traits:
+        if t is not nonneg:
+            raise _refuse(f"a state's only trait is `nonneg`, got {t!r}", "state(nonneg, when=..., init=...)")
+    if when is not None and not isinstance(when, str):
+        raise _refuse(f"when= is the name of a flag in quotes, got {when!r}", 'for instance when="amsgrad"')
+    start: float | Literal["param"] = "param" if init == "param" else _number("init=", init)
+    if nonneg in traits and start != "param" and start < 0:
+        raise _refuse(f"a state declared nonneg cannot start at {start:g}", "")
+    if start == "param" and (space is not spaces.elem or nonneg in traits):
+        raise _refuse('init="param" is for signed element-wise states', "")
+    return StateDecl("", space, nonneg in traits, when, start, normalized_by)
+
+
+def state(*traits: Trait, when: str | None = None, init: Any = 0.0, normalized_by: str | None = None) -> Any:
+    """One value per element, shape of the parameter.
+
+    when           the flags under which it exists: "amsgrad", "not factored", "a and b"
+    init           its value before the first step: a number, or "param" for a copy of the weight
+    normalized_by  the nonneg state whose root the rule divides this one by, so that the quotient is bounded
+    """
+    return _state(spaces.elem, traits, when, init, normalized_by)
+
+
+def row(*traits: Trait, when: str | None = None, init: float = 0.0) -> Any:
+    """One value per row: the parameter's shape without its last dimension."""
+    return _state(spaces.row, traits, when, init)
+
+
+def col(*traits: Trait, when: str | None = None, init: float = 0.0) -> Any:
+    """One value per column: the parameter's shape without its last but one dimension."""
+    return _state(spaces.col, traits, when, init)
+
+
+def tensor_state(*traits: Trait, when: str | None = None, init: float = 0.0) -> Any:
+    """One value per parameter tensor, on its device."""
+    return _state(spaces.tensor, traits, when, init)
+
+
+def scalar(init: float = 0.0, *, when: str | None = None) -> Any:
+    """One number per parameter, kept on the host in fp64; it may depend on hyper-parameters and t only."""
+    return HostStateDecl("", _number("scalar(...)", init), when)
+
+
+def hyper(
+    default: float | tuple[float, ...],
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """A constructor argument: a number, or a tuple of numbers that all obey the range."""
+    if ge is not None and gt is not None or le is not None and lt is not None:
+        raise _refuse("a range has one lower and one upper end", "give ge= or gt=, and le= or lt=")
+    value: float | tuple[float, ...]
+    if isinstance(default, tuple):
+        if not default:
+            raise _refuse("a tuple hyper-parameter has at least one part", "")
+        value = tuple(_number("a hyper-parameter's default", x) for x in default)
+    else:
+        value = _number("a hyper-parameter's default", default)
+    return HyperDecl("", value, ge, gt, le, lt)
+
+
+def flag(default: bool = False, *, nonzero: str | None = None) -> Any:
+    """A static switch, a real bool while the spec is traced.
+
+    flag(False) is a constructor argument; flag(nonzero="momentum") holds where that hyper-parameter is not 0.
+    """
+    if not isinstance(default, bool):
+        raise _refuse(f"a flag's default is True or False, got {default!r}", "")
+    return FlagDecl("", default, nonzero)
+
+
+def shape_flag(holds: Callable[[Shape], bool]) -> Any:
+    """A static switch decided per parameter from its shape, for instance lambda shape: len(shape) >= 2."""
+    if not callable(holds):
+        raise _refuse(f"shape_flag() takes a function of the shape, got {holds!r}", "")
+    return FlagDecl("", False, None, None, holds)
+
+
+def conditions(when: str | None) -> tuple[tuple[str, bool], ...]:
+    """The flags that `when` asks for: "a and not b" -> (("a", True), ("b", False))."""
+    out = []
+    for word in when.split(" and ") if when else ():
+        positive = not word.strip().startswith("not ")
+        out.append((word.strip().removeprefix("not ").strip(), positive))
+    return tuple(out)

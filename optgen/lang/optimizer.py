@@ -1,0 +1,198 @@
+"""`@optimizer`: a function's signature read as a schema."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from optgen.base.errors import UserError, did_you_mean
+from optgen.base.loc import Loc
+from optgen.base.names import camel, is_snake
+from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
+from optgen.lang.source import Source
+from optgen.lang.spec import Spec
+
+LEAVES = ("p", "g", "t")
+# Names that generated code needs for itself: constructor arguments, kernel arguments, keys of a param group.
+RESERVED = frozenset(
+    "p g t step params maximize plan backend seed self state defaults param_groups grad_scale step_key stream_key "
+    "index table work weight weight_low weight_master weight_compensation numel".split()
+)
+
+
+def optimizer(
+    *, cite: str = "", like: str | None = None, name: str | None = None
+) -> Callable[[Callable[..., Any]], Spec]:
+    """Makes a Spec of a function (p, g[, t], states..., *, hyper-parameters and flags...).
+
+    cite  the paper
+    like  the optimizer whose names, defaults and checkpoints it shares, e.g. "torch.optim.AdamW"
+    name  the generated class; by default the function's name in CamelCase
+    """
+
+    def make(function: Callable[..., Any]) -> Spec:
+        return _spec(function, cite, like, name)
+
+    return make
+
+
+def _spec(function: Callable[..., Any], cite: str, like: str | None, name: str | None) -> Spec:
+    source = Source(function)
+    if not is_snake(source.name):
+        raise UserError("E115", loc=source.head, name=source.name, why="a spec is named in snake_case")
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    leaves = [p.name for p in positional if p.default is p.empty]
+    if leaves not in (["p", "g"], ["p", "g", "t"]):
+        raise UserError("E114", loc=source.head, got=", ".join(leaves) or "none")
+    declared: list[Declaration] = []
+    for p in parameters:
+        if p.name not in LEAVES:
+            declared.append(_declared(p, source))
+    spec = Spec(
+        name=source.name,
+        class_name=name or camel(source.name),
+        doc=_doc(function),
+        cite=cite,
+        like=like,
+        loc=source.head,
+        hypers=tuple(d for d in declared if isinstance(d, HyperDecl)),
+        flags=tuple(d for d in declared if isinstance(d, FlagDecl)),
+        states=tuple(d for d in declared if isinstance(d, StateDecl)),
+        host_states=tuple(d for d in declared if isinstance(d, HostStateDecl)),
+        takes_step="t" in leaves,
+        order=("p", *(d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl)))),
+        function=function,
+        source=source,
+    )
+    _check_names(spec)
+    _check_references(spec)
+    _check_defaults(spec)
+    _check_return(spec)
+    return spec
+
+
+def _doc(function: Callable[..., Any]) -> str:
+    """The function's docstring, else its module's."""
+    own = inspect.getdoc(function)
+    return own or inspect.cleandoc(function.__globals__.get("__doc__") or "")
+
+
+def _declared(p: inspect.Parameter, source: Source) -> Declaration:
+    loc = source.parameters.get(p.name, source.head)
+    keyword = p.kind is p.KEYWORD_ONLY
+    d = p.default
+    if isinstance(d, (StateDecl, HostStateDecl)) and not keyword or isinstance(d, FlagDecl) and keyword:
+        return replace(d, name=p.name, loc=loc)
+    if isinstance(d, HyperDecl) and keyword:
+        return replace(d, name=p.name, loc=loc, parts=_parts(p.name, d, source))
+    if isinstance(d, (StateDecl, HostStateDecl)):
+        raise UserError("E111", loc=loc, name=p.name, got="a state after the `*`", hint="states stand before the `*`")
+    if isinstance(d, (HyperDecl, FlagDecl)):
+        kind = "a hyper-parameter" if isinstance(d, HyperDecl) else "a flag"
+        raise UserError("E111", loc=loc, name=p.name, got=f"{kind} before the `*`", hint="it stands after the `*`")
+    if callable(d):
+        called = getattr(d, "__name__", "it")
+        raise UserError("E111", loc=loc, name=p.name, got=f"`{called}` itself", hint=f"call it: {called}(...)")
+    got = "no default" if d is p.empty else f"{d!r}"
+    raise UserError("E111", loc=loc, name=p.name, got=got)
+
+
+def _parts(name: str, decl: HyperDecl, source: Source) -> tuple[str, ...]:
+    """The names of a hyper-parameter's scalars: the author's own where a tuple is unpacked."""
+    if not isinstance(decl.default, tuple):
+        return (name,)
+    names = source.unpacked(name)
+    if names is None:
+        return tuple(f"{name}_{k}" for k in range(len(decl.default)))
+    if len(names) != len(decl.default):
+        loc = source.parameters[name]
+        raise UserError("E117", loc=loc, name=name, want=len(decl.default), got=", ".join(names))
+    # `_, beta2 = betas` leaves a part without a name.
+    return tuple(f"{name}_{k}" if part == "_" else part for k, part in enumerate(names))
+
+
+def _check_names(spec: Spec) -> None:
+    """Every name of the schema is its own, and none is one that generated code needs."""
+    seen: dict[str, Loc | None] = {}
+    named = [(s.name, s.loc) for s in spec.kept] + [(f.name, f.loc) for f in spec.flags]
+    for h in spec.hypers:
+        named += [(h.name, h.loc)] + [(part, h.loc) for part in h.parts if part != h.name]
+    for name, loc in named:
+        if name in RESERVED:
+            raise UserError("E115", loc=loc, name=name, why="generated code needs this name")
+        if not is_snake(name):
+            raise UserError("E115", loc=loc, name=name, why="names are in snake_case")
+        if name in seen:
+            places = [place for place in (loc, seen[name]) if place]
+            raise UserError("E115", loc=places, name=name, why="it already names something else")
+        seen[name] = loc
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _check_references(spec: Spec) -> None:
+    """Names in quotes: when=, nonzero=, normalized_by=."""
+    flags = {f.name for f in spec.flags}
+    for d in spec.kept:
+        for word, _ in conditions(d.when):
+            if word not in flags:
+                raise UserError(
+                    "E110", loc=d.loc, what=f"state `{d.name}`", option="when", value=d.when, kind="flag",
+                    note=f"flags of this spec: {_listed(flags)}", hint=did_you_mean(word, flags),
+                )  # fmt: skip
+    scalars = {h.name for h in spec.hypers if not isinstance(h.default, tuple)}
+    for f in spec.flags:
+        if f.nonzero is not None and f.nonzero not in scalars:
+            raise UserError(
+                "E110", loc=f.loc, what=f"flag `{f.name}`", option="nonzero", value=f.nonzero, kind="hyper-parameter",
+                note=f"numbers among the hyper-parameters of this spec: {_listed(scalars)}",
+                hint=did_you_mean(f.nonzero, scalars),
+            )  # fmt: skip
+    roots = {s.name: s for s in spec.states if s.nonneg}
+    for s in spec.states:
+        if s.normalized_by is None:
+            continue
+        if s.normalized_by not in roots:
+            raise UserError(
+                "E110", loc=s.loc, what=f"state `{s.name}`", option="normalized_by", value=s.normalized_by,
+                kind="nonneg state", note=f"nonneg states of this spec: {_listed(roots)}",
+                hint=did_you_mean(s.normalized_by, roots),
+            )  # fmt: skip
+        root = roots[s.normalized_by]
+        missing = any(spec.holds(s.when, x) and not spec.holds(root.when, x) for x in spec.settings())
+        if s.nonneg or missing or root.space != s.space:
+            places = [loc for loc in (s.loc, root.loc) if loc]
+            raise UserError("E119", loc=places, name=s.name, root=root.name)
+
+
+def _check_defaults(spec: Spec) -> None:
+    for h in spec.hypers:
+        for part, value in zip(h.parts, h.values, strict=True):
+            if not h.allows(value):
+                raise UserError("E112", loc=h.loc, name=part, value=f"{value:g}", range=h.range)
+
+
+def _check_return(spec: Spec) -> None:
+    """Every `return` lists p and the states by name, in the order of the signature."""
+    want = list(spec.order)
+    line = f"return {', '.join(want)}"
+    if not spec.source.returns:
+        raise UserError("E122", loc=spec.loc, name=spec.name, want=len(want), got=0, hint=f"end with `{line}`")
+    for node, parts in spec.source.returns:
+        names = [name for name, _ in parts]
+        for (name, loc), wanted in zip(parts, want, strict=False):
+            if name is None:
+                raise UserError("E121", loc=loc, name=wanted)
+            if name != wanted:
+                known = did_you_mean(name, want) if name not in want else ""
+                note = f"`{name}` is another state" if name in want else ""
+                hint = f"end with `{line}`" + (f"; {known}" if known.startswith("did") else "")
+                raise UserError("E120", loc=loc, want=wanted, got=name, note=note, hint=hint)
+        if len(names) != len(want):
+            loc = spec.source.loc(node)
+            raise UserError("E122", loc=loc, name=spec.name, want=len(want), got=len(names), hint=f"end with `{line}`")

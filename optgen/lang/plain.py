@@ -1,0 +1,113 @@
+"""A rule as lines of plain text, for docstrings and the terminal: straight from the trace, no SymPy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from optgen.ir.node import Node, postorder
+from optgen.lang.spec import Spec
+
+INFIX = {
+    # op -> (spelling, how tightly it binds, whether a right operand that binds as tightly needs parentheses)
+    "or": ("|", 1, False), "xor": ("^", 1, True), "and": ("&", 2, False),
+    "lt": ("<", 3, True), "le": ("<=", 3, True), "eq": ("==", 3, True), "ne": ("!=", 3, True),
+    "add": ("+", 4, True), "sub": ("-", 4, True), "mul": ("*", 5, True), "div": ("/", 5, True),
+}  # fmt: skip
+CALLS = {"max": "max", "min": "min", "abs": "abs"}
+PREFIX, POWER, ATOM = 6, 7, 8
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the values of one step are called: x_{t-1} comes in, x_t is kept, x' and x'' lie between."""
+
+    before: dict[str, str]  # leaf name -> symbol
+    lets: tuple[str, ...]  # symbol of each let of the trace
+
+
+def names(spec: Spec, flags: Mapping[str, bool] | None) -> Names:
+    """The names of a trace: the last value of p and of each state is x_t, others of that name get primes."""
+    trace = spec.trace(flags)
+    kept = {"p": trace.p, **trace.states, **trace.host_states}
+    before = {name: f"{name}_{{t-1}}" for name in kept} | {"g": "g", "step": "t"}
+    lets: list[str] = []
+    count = dict.fromkeys(("g", *kept), 0)
+    for let in trace.lets:
+        if let.name in kept and let.node is kept[let.name] and f"{let.name}_t" not in lets:
+            lets.append(f"{let.name}_t")
+        else:
+            count[let.name] = count.get(let.name, -1) + 1
+            lets.append(let.name + "'" * count[let.name])
+    return Names(before, tuple(lets))
+
+
+def _spelled(symbol: str) -> str:
+    """exp_avg_{t-1} -> exp_avg[t-1]."""
+    stem, _, index = symbol.partition("_{")
+    if index:
+        return f"{stem}[{index.rstrip('}')}]"
+    return f"{stem.removesuffix('_t')}[t]" if stem.endswith("_t") else stem
+
+
+def _number(x: float | bool) -> str:
+    return str(x) if isinstance(x, bool) else f"{x:.15g}"
+
+
+def _infix(node: Node, parts: list[tuple[str, int]]) -> tuple[str, int]:
+    mark, binds, strict = INFIX[node.op]
+    if node.op in ("lt", "le") and node.args[0].op == "const":
+        mark, parts = mark.replace("<", ">"), parts[::-1]  # t > 1 rather than 1 < t
+    (left, a), (right, b) = parts
+    left = left if a >= binds else f"({left})"
+    right = right if b > binds or b == binds and not strict else f"({right})"
+    return (f"{left} {mark} {right}", binds)
+
+
+def _text(node: Node, parts: list[tuple[str, int]]) -> tuple[str, int]:
+    """The text of a node whose operands are done, and how tightly it binds."""
+    if node.op in INFIX:
+        return _infix(node, parts)
+    if node.op in ("neg", "not"):
+        text, binds = parts[0]
+        return ("-" if node.op == "neg" else "~") + (text if binds >= PREFIX else f"({text})"), PREFIX
+    if node.op == "pow":
+        (base, a), (exponent, b) = parts
+        return (base if a >= ATOM else f"({base})") + "**" + (exponent if b >= ATOM else f"({exponent})"), POWER
+    if node.op == "where":
+        (c, _), (a_text, _), (b_text, _) = parts
+        return f"({a_text} if {c} else {b_text})", ATOM
+    return f"{CALLS.get(node.op, node.op)}({', '.join(t for t, _ in parts)})", ATOM
+
+
+def _expression(root: Node, known: Mapping[int, str]) -> str:
+    done: dict[int, tuple[str, int]] = {}
+    for node in postorder([root]):
+        if node.uid in known and (node is not root or not node.args):
+            done[node.uid] = (known[node.uid], ATOM)
+        elif node.op == "const":
+            done[node.uid] = (_number(node.attr), ATOM if node.attr >= 0 else PREFIX)
+        elif not node.args:
+            done[node.uid] = (str(node.attr or node.op), ATOM)
+        else:
+            done[node.uid] = _text(node, [done[a.uid] for a in node.args])
+    text = done[root.uid][0]
+    return text[1:-1] if root.op == "where" and root.uid not in known else text
+
+
+def plain_formulas(spec: Spec, flags: Mapping[str, bool] | None = None) -> list[str]:
+    """The rule, one line per line of the author's: `exp_avg[t] = beta1 * exp_avg[t-1] + (1 - beta1) * g`."""
+    trace, named = spec.trace(flags), names(spec, flags)
+    kept = {"p": trace.p, **trace.states, **trace.host_states}
+    known: dict[int, str] = {}
+    for node in postorder([*(let.node for let in trace.lets), *kept.values()]):
+        if node.op in ("load", "sym"):
+            known[node.uid] = _spelled(named.before.get(node.attr, node.attr))
+    out = []
+    for let, symbol in zip(trace.lets, named.lets, strict=True):
+        out.append(f"{_spelled(symbol)} = {_expression(let.node, known)}")
+        known.setdefault(let.node.uid, _spelled(symbol))
+    for name, node in kept.items():
+        if f"{name}_t" not in named.lets:
+            out.append(f"{name}[t] = {known[node.uid] if node.uid in known else _expression(node, known)}")
+    return out

@@ -1,0 +1,46 @@
+"""What several rules share: weight decay and heavy-ball momentum.
+
+What a rule does with `weight_decay` is a choice of one of the first functions here: `l2` changes the
+gradient that every later line sees, the others change the weight.
+"""
+
+from __future__ import annotations
+
+from optgen.lang.values import Num, maximum, where
+
+
+def l2(g: Num, p: Num, weight_decay: Num) -> Num:
+    """The gradient of the loss plus weight_decay / 2 * |p|^2."""
+    return g + weight_decay * p
+
+
+def decoupled(p: Num, lr: Num, weight_decay: Num) -> Num:
+    """The weight shrunk by lr * weight_decay before the step (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+    return p * (1 - lr * weight_decay)
+
+
+def independent(p: Num, schedule: Num, weight_decay: Num) -> Num:
+    """The weight shrunk by weight_decay times the schedule's factor alone, whatever the size of lr."""
+    return p * (1 - schedule * weight_decay)
+
+
+def proximal(p: Num, lr: Num, weight_decay: Num) -> Num:
+    """The implicit form, applied to the weight after the step: p / (1 + lr * weight_decay)."""
+    return p / (1 + lr * weight_decay)
+
+
+def cautious(p: Num, u: Num, lr: Num, weight_decay: Num) -> Num:
+    """Decoupled decay only where it points the way of the step p -= lr * u (Chen et al. 2025, arXiv:2510.12402)."""
+    return where(u * p > 0, decoupled(p, lr, weight_decay), p)
+
+
+def schedule_of(lr: Num, peak_lr: Num) -> Num:
+    """lr relative to the largest lr so far; 0 while lr has been 0 only."""
+    return lr / maximum(peak_lr, 1e-30)
+
+
+def heavy_ball(buffer: Num, g: Num, t: Num, momentum: Num, dampening: Num) -> Num:
+    """The momentum buffer of torch.optim.SGD: the gradient itself at the first step, damped ones after it."""
+    decay = where(t > 1, momentum, 0.0)
+    gain = where(t > 1, 1 - dampening, 1.0)
+    return decay * buffer + gain * g

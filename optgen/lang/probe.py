@@ -1,0 +1,182 @@
+"""Runs a traced rule for three steps on small numbers, in fp64, and says where it first breaks.
+
+The parameter is a matrix of p in {0, 0.5} (rows) and g in {0, 0.001, -2} (columns), with hyper-parameters
+at their defaults and states at their init; rules that reduce are also run on uniform tensors, such as a
+bias that starts at zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from optgen.base.errors import UserError
+from optgen.ir.node import Node, postorder
+from optgen.ops import spaces
+from optgen.ops.prims import REDUCTIONS
+
+if TYPE_CHECKING:
+    from optgen.lang.spec import Spec, Trace
+
+P = (0.0, 0.5)
+G = (0.0, 1e-3, -2.0)
+STEPS = 3
+Grid = tuple[tuple[float, float], ...]  # (p, g) of each element, row by row
+
+
+def _div(a: float, b: float) -> float:
+    if b == 0:
+        return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1.0, b)
+    return a / b
+
+
+def _total(f: Callable[..., float]) -> Callable[..., float]:
+    """f with IEEE results where Python raises."""
+
+    def safe(*x: float) -> float:
+        try:
+            return float(f(*x))
+        except OverflowError:
+            return math.inf
+        except (ValueError, ZeroDivisionError, TypeError):
+            return math.nan
+
+    return safe
+
+
+def _propagating(pick: Callable[..., float]) -> Callable[[float, float], float]:
+    return lambda a, b: math.nan if math.isnan(a) or math.isnan(b) else pick(a, b)
+
+
+_EVAL: dict[str, Callable[..., float]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a,
+    "div": _div, "fma": lambda a, b, c: a * b + c, "abs": abs, "min": _propagating(min), "max": _propagating(max),
+    "sqrt": _total(math.sqrt), "floor": _total(math.floor), "rint": _total(round), "pow": _total(lambda a, b: a**b),
+    "exp": _total(math.exp), "log": _total(math.log), "exp2": _total(lambda a: 2.0**a), "log2": _total(math.log2),
+    "rsqrt": lambda a: _div(1.0, _total(math.sqrt)(a)), "rcp": lambda a: _div(1.0, a), "cbrt": _total(math.cbrt),
+    "sign": lambda a: a if math.isnan(a) else float((a > 0) - (a < 0)),
+    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
+    "and": lambda a, b: bool(a) and bool(b), "or": lambda a, b: bool(a) or bool(b), "not": lambda a: not a,
+    "xor": lambda a, b: bool(a) != bool(b), "where": lambda c, a, b: a if c else b, "cast": lambda a: a,
+}  # fmt: skip
+
+Values = dict[int, list[float]]  # node uid -> value at each element
+
+
+class Run:
+    """One tensor: its elements, and what every node is worth at each of them."""
+
+    def __init__(self, grid: Grid, columns: int) -> None:
+        self.grid = grid
+        self.columns = columns
+        self.size = len(grid)
+
+    def entries(self, space: spaces.Space) -> list[int]:
+        """One element for each distinct entry of a space."""
+        if space.name == "elem":
+            return list(range(self.size))
+        if space.name == "row":
+            return list(range(0, self.size, self.columns))
+        return list(range(self.columns)) if space.name == "col" else [0]
+
+    def same(self, space: spaces.Space, i: int, j: int) -> bool:
+        """Whether two elements share the entry of a space."""
+        if space.name == "row":
+            return i // self.columns == j // self.columns
+        return i % self.columns == j % self.columns if space.name == "col" else True
+
+    def group(self, node: Node, i: int) -> list[int]:
+        """The elements whose operand entries a reduction joins at element i."""
+        return [j for j in self.entries(node.args[0].space) if self.same(node.space, i, j)]
+
+    def leaf(self, node: Node, scalars: Mapping[str, float], kept: Mapping[str, list[float]]) -> list[float]:
+        if node.op == "load":
+            return kept[node.attr]
+        if node.op == "sym":
+            return [scalars[node.attr]] * self.size
+        if node.op == "extent":
+            rows = self.size // self.columns
+            return [float({"rows": rows, "columns": self.columns, "elements": self.size}[node.attr])] * self.size
+        return [float(node.attr)] * self.size
+
+    def values(self, roots: list[Node], scalars: Mapping[str, float], kept: Mapping[str, list[float]]) -> Values:
+        out: Values = {}
+        for node in postorder(roots):
+            if not node.args:
+                out[node.uid] = self.leaf(node, scalars, kept)
+            elif node.op in REDUCTIONS:
+                pick = sum if REDUCTIONS[node.op][1] == "add" else max
+                x = out[node.args[0].uid]
+                out[node.uid] = [float(pick(x[j] for j in self.group(node, i))) for i in range(self.size)]
+            else:
+                columns = [out[a.uid] for a in node.args]
+                out[node.uid] = [_EVAL[node.op](*x) for x in zip(*columns, strict=True)]
+        return out
+
+
+def _culprit(run: Run, values: Values, node: Node, i: int) -> tuple[Node, int]:
+    """The operation that first made the value at element i not finite: all that it took was finite."""
+    if node.op == "where":
+        sources = [(node.args[1 if values[node.args[0].uid][i] else 2], i)]
+    elif node.op in REDUCTIONS:
+        sources = [(node.args[0], j) for j in run.group(node, i)]
+    else:
+        sources = [(a, i) for a in node.args]
+    for a, j in sources:
+        if not math.isfinite(values[a.uid][j]):
+            return _culprit(run, values, a, j)
+    return node, i
+
+
+def _scalars(spec: Spec, flags: Mapping[str, bool]) -> dict[str, float]:
+    """The hyper-parameters' defaults, and 1/2 for those that a derived flag says are not zero."""
+    out = {part: value for h in spec.hypers for part, value in zip(h.parts, h.values, strict=True)}
+    for f in spec.flags:
+        if f.nonzero is not None:
+            out[f.nonzero] = (out[f.nonzero] or 0.5) if flags[f.name] else 0.0
+    return out
+
+
+def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
+    """Raises UserError at the first operation that makes an infinity or NaN, or a nonneg state negative."""
+    new = {"p": trace.p, **trace.states}
+    roots = [*new.values(), *trace.host_states.values()]
+    grids: list[tuple[Grid, int]] = [(tuple((p, g) for p in P for g in G), len(G))]
+    if any(n.op in REDUCTIONS for n in postorder(roots)):
+        grids += [(((p, g),), 1) for p in P for g in G]
+    for grid, columns in grids:
+        run = Run(grid, columns)
+        scalars = _scalars(spec, flags) | {s.name: s.init for s in spec.present_host(flags)}
+        kept = {"p": [p for p, _ in grid], "g": [g for _, g in grid]}
+        for s in spec.present(flags):
+            kept[s.name] = list(kept["p"]) if s.init == "param" else [float(s.init)] * run.size
+        for step in range(1, STEPS + 1):
+            values = run.values(roots, scalars | {"step": float(step)}, kept)
+            _judge(spec, trace, run, values, step)
+            kept |= {name: values[node.uid] for name, node in new.items()}
+            scalars |= {name: values[node.uid][0] for name, node in trace.host_states.items()}
+
+
+def _judge(spec: Spec, trace: Trace, run: Run, values: Values, step: int) -> None:
+    new = {"p": trace.p, **trace.states, **trace.host_states}
+    for node in postorder(new.values()):
+        # Host scalars are plain Python numbers: there an unused branch raises too.
+        if node.space == spaces.host and not math.isfinite(values[node.uid][0]):
+            bad, _ = _culprit(run, values, node, 0)
+            raise UserError("E141", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][0], step=step)
+    for name, node in new.items():
+        for i, (p, g) in enumerate(run.grid):
+            if not math.isfinite(values[node.uid][i]):
+                bad, j = _culprit(run, values, node, i)
+                taken = ", ".join(f"{values[a.uid][j]:g}" for a in bad.args)
+                where = f"with p = {p:g}, g = {g:g} and default hyper-parameters"
+                raise UserError(
+                    "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
+                    note=f"{where}; it took {taken}, and reaches `{name}`",
+                )  # fmt: skip
+    for s in spec.states:
+        if s.nonneg and s.name in trace.states:
+            for x, (p, g) in zip(values[trace.states[s.name].uid], run.grid, strict=True):
+                if x < 0:
+                    raise UserError("E142", loc=s.loc, name=s.name, value=f"{x:g}", step=step, p=f"{p:g}", g=f"{g:g}")

@@ -1,0 +1,116 @@
+"""Statistics over rows, columns, matrices and whole tensors.
+
+The matrix is the last two dimensions of a parameter; a row statistic has one value per row of it, a column
+statistic one per column.  On torch tensors they keep their dimensions, so that they broadcast back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optgen.base.errors import UserError
+from optgen.ir import node as ir
+from optgen.lang.values import Num, Value, author_loc, reader_of, sqrt
+from optgen.ops import spaces
+from optgen.ops.spaces import Space
+
+# What a reduction may be given, and how many entries of it fall on one result: products of extents.
+_BELOW = {"row": ("elem",), "col": ("elem",), "mat": ("elem", "row", "col"), "tensor": ("elem", "row", "col", "mat")}
+
+
+def _reduce(op: str, x: Num, function: str) -> Any:
+    if isinstance(x, Value):
+        target = op.split("_")[0]
+        if x.node.space.name not in _BELOW[target]:
+            want = " or ".join(_BELOW[target])
+            raise UserError("E201", loc=author_loc(), function=function, want=want, got=x.node.space)
+    return getattr(reader_of(x), op)(x)
+
+
+def _extent(x: Value, name: str) -> Value:
+    return Value(ir.extent(name), x.record)
+
+
+def _count(x: Value, target: Space) -> Value:
+    """How many entries of x one result stands for."""
+    space = x.node.space
+    columns, rows, elements = (_extent(x, name) for name in ("columns", "rows", "elements"))
+    if target == spaces.row:
+        return columns
+    if target == spaces.col:
+        return rows
+    if target == spaces.mat:
+        return {"elem": rows * columns, "row": rows, "col": columns}[space.name]
+    per = {"elem": None, "row": columns, "col": rows, "mat": rows * columns}[space.name]
+    return elements if per is None else elements / per
+
+
+def _mean(op: str, x: Num, target: Space, function: str) -> Any:
+    if isinstance(x, Value):
+        return _reduce(op, x, function) / _count(x, target)
+    return getattr(reader_of(x), op.replace("_sum", "_mean"))(x)
+
+
+def row_sum(x: Num) -> Num:
+    """The sum of each row."""
+    return _reduce("row_sum", x, "row_sum")
+
+
+def col_sum(x: Num) -> Num:
+    """The sum of each column."""
+    return _reduce("col_sum", x, "col_sum")
+
+
+def row_max(x: Num) -> Num:
+    """The largest of each row."""
+    return _reduce("row_max", x, "row_max")
+
+
+def col_max(x: Num) -> Num:
+    """The largest of each column."""
+    return _reduce("col_max", x, "col_max")
+
+
+def amax(x: Num) -> Num:
+    """The largest of the whole tensor."""
+    return _reduce("tensor_max", x, "amax")
+
+
+def total(x: Num) -> Num:
+    """The sum over the whole tensor."""
+    return _reduce("tensor_sum", x, "total")
+
+
+def row_mean(x: Num) -> Num:
+    """The mean of each row."""
+    return _mean("row_sum", x, spaces.row, "row_mean")
+
+
+def col_mean(x: Num) -> Num:
+    """The mean of each column."""
+    return _mean("col_sum", x, spaces.col, "col_mean")
+
+
+def mat_mean(x: Num) -> Num:
+    """The mean over the last two dimensions, one per leading index; of row statistics, over the rows."""
+    return _mean("mat_sum", x, spaces.mat, "mat_mean")
+
+
+def mean(x: Num) -> Num:
+    """The mean over the whole tensor; of row or column statistics, over all of them."""
+    return _mean("tensor_sum", x, spaces.tensor, "mean")
+
+
+def rms(x: Num) -> Num:
+    """The root of the mean square over the whole tensor."""
+    return sqrt(_mean("tensor_sum", x * x, spaces.tensor, "rms"))
+
+
+def norm(x: Num) -> Num:
+    """The Euclidean norm of the whole tensor."""
+    return sqrt(_reduce("tensor_sum", x * x, "norm"))
+
+
+def dot(a: Num, b: Num) -> Num:
+    """The inner product over the whole tensor."""
+    return _reduce("tensor_sum", a * b, "dot")

@@ -1,0 +1,68 @@
+"""Which Python construct asked a traced value for its truth or its number, and what to write instead."""
+
+from __future__ import annotations
+
+import ast
+
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.lang.source import Span, smallest
+
+# Python's function -> ours.
+_FUNCTIONS = {
+    "max": "maximum(a, b)", "min": "minimum(a, b)", "sqrt": "sqrt(x)", "exp": "exp(x)", "log": "log(x)",
+    "log2": "log2(x)", "exp2": "exp2(x)", "floor": "floor(x)", "fabs": "abs(x)", "cbrt": "cbrt(x)", "pow": "x ** y",
+    "rsqrt": "rsqrt(x)", "sign": "sign(x)", "where": "where(c, a, b)", "maximum": "maximum(a, b)",
+    "minimum": "minimum(a, b)", "clamp": "clip(x, low, high)", "clip": "clip(x, low, high)", "abs": "abs(x)",
+    "isclose": "abs(a - b) < tolerance", "copysign": "abs(x) * sign(y)", "square": "square(x)",
+}  # fmt: skip
+_TRUTH = ("max", "min", "sorted", "any", "all", "bool")
+
+
+def _span(loc: Loc) -> Span:
+    return (loc.line, loc.col, loc.end_line, loc.end_col)
+
+
+def called(loc: Loc) -> tuple[str, str]:
+    """(last name, whole name as written) of the innermost call around a place; empty where there is none."""
+    call = smallest(loc.file, _span(loc), (ast.Call,))
+    if not isinstance(call, ast.Call):
+        return "", ""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name, ast.unparse(call.func)
+
+
+def instead_of(name: str) -> str:
+    """The hint that names our function for Python's, or nothing."""
+    ours = _FUNCTIONS.get(name)
+    return f"use {ours}" + ("" if ours and ours[:3] in ("abs", "x *") else " from optgen.lang") if ours else ""
+
+
+def number(loc: Loc, default: str) -> UserError:
+    """float() and int(), asked for directly or by a function of the math module."""
+    name, written = called(loc)
+    if name in _FUNCTIONS:
+        return UserError("E102", loc=loc, what=f"{written}()", hint=instead_of(name))
+    what = f"{written}()" if written else default
+    return UserError("E102", loc=loc, what=what, hint="a value has no number while the spec is traced")
+
+
+def truth(loc: Loc) -> UserError:
+    """bool(), asked for by a statement, an operator or a function."""
+    kinds = (ast.If, ast.IfExp, ast.While, ast.Assert, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Call)
+    at: ast.AST | None = smallest(loc.file, _span(loc), kinds)
+    name = called(loc)[0]
+    if isinstance(at, ast.Call) and name in _TRUTH and name in _FUNCTIONS:
+        return UserError("E102", loc=loc, what=f"{name}()", hint=instead_of(name))
+    if isinstance(at, ast.Compare) and len(at.ops) > 1:
+        hint = "write (low < x) & (x < high)"
+        return UserError("E101", loc=loc, what="a < b < c", hint=hint)
+    # A plain comparison or call is what is asked, not who asks.
+    at = smallest(loc.file, _span(loc), kinds[:6])
+    if isinstance(at, ast.BoolOp):
+        word, mark = ("and", "&") if isinstance(at.op, ast.And) else ("or", "|")
+        return UserError("E101", loc=loc, what=word, hint=f"write (a) {mark} (b)")
+    if isinstance(at, ast.UnaryOp) and isinstance(at.op, ast.Not):
+        return UserError("E101", loc=loc, what="not", hint="write ~(a)")
+    words = {ast.While: "while", ast.Assert: "assert"}
+    return UserError("E101", loc=loc, what=next((w for k, w in words.items() if isinstance(at, k)), "if"))

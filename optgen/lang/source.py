@@ -1,0 +1,197 @@
+"""The author's function as text: which statement an instruction belongs to, and what it names.
+
+Read-only: the function that runs is the author's own, untouched.  Names of values, places of declarations
+and the names in `return` are looked up here.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import CodeType
+from typing import Any
+
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc, of_code
+
+Span = tuple[int, int, int, int]  # line, column, end line, end column; lines from 1, columns from 0
+
+
+def _span(node: ast.AST) -> Span:
+    return (
+        getattr(node, "lineno", 0),
+        getattr(node, "col_offset", 0),
+        getattr(node, "end_lineno", 0) or 0,
+        getattr(node, "end_col_offset", 0) or 0,
+    )
+
+
+def _within(inner: Span, outer: Span) -> bool:
+    return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One simple statement: its text on one line, and the names that it binds, in order."""
+
+    span: Span
+    text: str
+    names: tuple[str, ...]
+
+
+@lru_cache(maxsize=256)
+def tree_of(file: str) -> ast.Module | None:
+    """The syntax tree of a file, or None where it cannot be read."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return None
+
+
+def forget(file: str) -> None:
+    """Drops what is remembered of a file, before it is loaded again."""
+    tree_of.cache_clear()
+    linecache.checkcache(file)
+
+
+def _names(target: ast.AST) -> Iterator[str]:
+    if isinstance(target, ast.Name):
+        yield target.id
+    elif isinstance(target, (ast.Tuple, ast.List)):
+        for element in target.elts:
+            yield from _names(element)
+    elif isinstance(target, ast.Starred):
+        yield from _names(target.value)
+
+
+def _bound(statement: ast.stmt) -> tuple[str, ...]:
+    """What a statement binds: walrus targets first, because they are evaluated first."""
+    names = [n.target.id for n in ast.walk(statement) if isinstance(n, ast.NamedExpr)]
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
+        targets = [statement.target]
+    for target in targets:
+        names += _names(target)
+    return tuple(names)
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Every node of the function's body, without those of functions defined in it."""
+    for child in ast.iter_child_nodes(function):
+        yield child
+        if not isinstance(child, (ast.FunctionDef, ast.Lambda, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield from own_nodes(child)
+
+
+class Source:
+    """The source of one spec function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.code: CodeType = function.__code__
+        self.file = self.code.co_filename
+        self.name = function.__name__
+        found = self._find()
+        if found is None:
+            raise UserError("E132", loc=of_code(self.code), name=self.name)
+        self.node: ast.FunctionDef = found
+        self.globals: dict[str, Any] = function.__globals__
+
+    def _find(self) -> ast.FunctionDef | None:
+        tree = tree_of(self.file)
+        for node in ast.walk(tree) if tree else ():
+            if isinstance(node, ast.FunctionDef) and node.name == self.name:
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                if self.code.co_firstlineno in (first, node.lineno):
+                    return node
+        return None
+
+    def loc(self, node: ast.AST) -> Loc:
+        line, col, end_line, end_col = _span(node)
+        return Loc(self.file, line, col, end_line, end_col, self.name)
+
+    @property
+    def head(self) -> Loc:
+        """The `def` line's name."""
+        start = self.node.col_offset + len("def ")
+        return Loc(self.file, self.node.lineno, start, self.node.lineno, start + len(self.name), self.name)
+
+    @cached_property
+    def parameters(self) -> dict[str, Loc]:
+        """Name -> place of the declaration: the parameter and its default."""
+        a = self.node.args
+        positional = [*a.posonlyargs, *a.args]
+        defaults: list[ast.expr | None] = [None] * (len(positional) - len(a.defaults))
+        pairs = list(zip(positional, defaults + list(a.defaults), strict=True))
+        pairs += list(zip(a.kwonlyargs, a.kw_defaults, strict=True))
+        out = {}
+        for arg, default in pairs:
+            line, col, end_line, end_col = _span(arg)
+            if default is not None:
+                end_line, end_col = _span(default)[2:]
+            out[arg.arg] = Loc(self.file, line, col, end_line, end_col, self.name)
+        return out
+
+    @cached_property
+    def statements(self) -> tuple[Statement, ...]:
+        kinds = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
+        return tuple(
+            Statement(_span(n), " ".join(self._segment(n).split()), _bound(n))
+            for n in own_nodes(self.node)
+            if isinstance(n, kinds)
+        )
+
+    def _segment(self, node: ast.AST) -> str:
+        line, col, end_line, end_col = _span(node)
+        rows = [linecache.getline(self.file, k).encode() for k in range(line, end_line + 1)]
+        rows[-1] = rows[-1][:end_col]
+        rows[0] = rows[0][col:]
+        return b" ".join(rows).decode()
+
+    @cached_property
+    def _at_instruction(self) -> list[Statement | None]:
+        out: list[Statement | None] = []
+        for line, end_line, col, end_col in self.code.co_positions():
+            if line is None:
+                out.append(None)
+                continue
+            # Without columns (PYTHONNODEBUGRANGES) the line alone decides.
+            inner = (line, col or 0, end_line or line, end_col or col or 0)
+            hits = [s for s in self.statements if _within(inner, s.span) or (col is None and s.span[0] == line)]
+            out.append(min(hits, key=lambda s: (s.span[2] - s.span[0], s.span[3] - s.span[1]), default=None))
+        return out
+
+    def statement_at(self, lasti: int) -> Statement | None:
+        """The statement of the instruction at a byte offset."""
+        i = lasti // 2
+        return self._at_instruction[i] if 0 <= i < len(self._at_instruction) else None
+
+    def unpacked(self, name: str) -> tuple[str, ...] | None:
+        """The names in `a, b = name`, where the function has such a statement."""
+        for n in own_nodes(self.node):
+            if isinstance(n, ast.Assign) and isinstance(n.value, ast.Name) and n.value.id == name:
+                target = n.targets[0]
+                if isinstance(target, (ast.Tuple, ast.List)) and all(isinstance(e, ast.Name) for e in target.elts):
+                    return tuple(_names(target))
+        return None
+
+    @cached_property
+    def returns(self) -> tuple[tuple[ast.Return, tuple[tuple[str | None, Loc], ...]], ...]:
+        """Every return statement with its elements: (name or None where it is no plain name, place)."""
+        out = []
+        for n in own_nodes(self.node):
+            if isinstance(n, ast.Return):
+                parts = n.value.elts if isinstance(n.value, ast.Tuple) else [n.value] if n.value else []
+                out.append((n, tuple((e.id if isinstance(e, ast.Name) else None, self.loc(e)) for e in parts)))
+        return tuple(out)
+
+
+def smallest(file: str, span: Span, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
+    """The innermost node of one of the kinds that contains the span."""
+    tree = tree_of(file)
+    hits = [n for n in ast.walk(tree) if isinstance(n, kinds) and _within(span, _span(n))] if tree else []
+    return min(hits, key=lambda n: (_span(n)[2] - _span(n)[0], _span(n)[3] - _span(n)[1]), default=None)

@@ -1,0 +1,193 @@
+"""A spec: the signature as data, and the update rule as a function with several readers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from optgen.base.errors import UserError, did_you_mean
+from optgen.base.loc import Loc
+from optgen.ir.node import Node
+from optgen.ir.program import Let
+from optgen.lang.declare import FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
+from optgen.lang.source import Source
+from optgen.lang.values import Absent
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One reading of a spec into IR, under one flag setting.
+
+    Leaves: p, g and the states are f32 loads under their own names; hyper-parameter parts, `step` and host
+    states are syms.  `lets` are the author's named statements in the order they ran; `states` and
+    `host_states` the new values, without those that are off.
+    """
+
+    lets: tuple[Let, ...]
+    p: Node
+    states: dict[str, Node]
+    host_states: dict[str, Node]
+    places: dict[int, Loc]  # node uid -> the author's operation that made it
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """An optimizer as its author states it."""
+
+    name: str
+    class_name: str
+    doc: str
+    cite: str
+    like: str | None
+    loc: Loc
+    hypers: tuple[HyperDecl, ...]
+    flags: tuple[FlagDecl, ...]
+    states: tuple[StateDecl, ...]
+    host_states: tuple[HostStateDecl, ...]
+    takes_step: bool
+    order: tuple[str, ...]  # what `return` lists: p, then states and host states as in the signature
+    function: Callable[..., Any] = field(repr=False)
+    source: Source = field(repr=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The author's function itself."""
+        return self.function(*args, **kwargs)
+
+    @property
+    def kept(self) -> tuple[StateDecl | HostStateDecl, ...]:
+        """All states, on the device and on the host."""
+        return (*self.states, *self.host_states)
+
+    # -- flags
+
+    def settings(self) -> tuple[dict[str, bool], ...]:
+        """Every flag setting, defaults first."""
+        names = [f.name for f in self.flags]
+        first = [(f.default, not f.default) for f in self.flags]
+        return tuple(dict(zip(names, values, strict=True)) for values in itertools.product(*first))
+
+    def flag_values(self, values: Mapping[str, Any], shape: tuple[int, ...] | None = None) -> dict[str, bool]:
+        """Every flag from given flags and hyper-parameters (by constructor name); the rest by default."""
+        out = {}
+        for f in self.flags:
+            if f.name in values:
+                out[f.name] = bool(values[f.name])
+            elif f.nonzero is not None:
+                out[f.name] = bool(values.get(f.nonzero, self.hyper(f.nonzero).default) != 0)
+            elif f.shape is not None and shape is not None:
+                out[f.name] = bool(f.shape(shape))
+            else:
+                out[f.name] = f.default
+        return out
+
+    def present(self, flags: Mapping[str, bool]) -> tuple[StateDecl, ...]:
+        """The states that exist under these flags."""
+        return tuple(s for s in self.states if self.holds(s.when, flags))
+
+    def present_host(self, flags: Mapping[str, bool]) -> tuple[HostStateDecl, ...]:
+        """The host states that exist under these flags."""
+        return tuple(s for s in self.host_states if self.holds(s.when, flags))
+
+    @staticmethod
+    def holds(when: str | None, flags: Mapping[str, bool]) -> bool:
+        return all(flags[name] == wanted for name, wanted in conditions(when))
+
+    def hyper(self, name: str) -> HyperDecl:
+        return next(h for h in self.hypers if h.name == name)
+
+    # -- readings
+
+    def trace(self, flags: Mapping[str, bool] | None = None) -> Trace:
+        """The rule as IR under these flags (the rest by default), checked; the same object every time."""
+        given = dict(flags or {})
+        self._known(given, {f.name for f in self.flags}, "flag")
+        setting = {f.name: given.get(f.name, f.default) for f in self.flags}
+        return _traced(self, tuple(setting.items()))
+
+    def check(self) -> None:
+        """Raises UserError for anything wrong with the spec, under every flag setting."""
+        from optgen.lang.check import check
+
+        check(self)
+
+    def evaluate(
+        self,
+        p: Any,
+        g: Any,
+        t: Any,
+        states: Mapping[str, Any] | None = None,
+        host_states: Mapping[str, Any] | None = None,
+        **hypers_and_flags: Any,
+    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """One step on anything that `optgen.lang` reads: (new p, new states, new host states).
+
+        With fp64 tensors this is the oracle.  p and g have the parameter's shape; t counts from 1; row states
+        have a last dimension of 1, col states a last but one.  States not given start from their init.
+        """
+        arguments = {h.name for h in self.hypers} | {f.name for f in self.flags}
+        self._known(hypers_and_flags, arguments, "hyper-parameter or flag")
+        self._known(states or {}, {s.name for s in self.states}, "state")
+        self._known(host_states or {}, {s.name for s in self.host_states}, "host state")
+        shape = tuple(p.shape) if hasattr(p, "shape") else None
+        flags = self.flag_values(hypers_and_flags, shape)
+        values: dict[str, Any] = dict(flags)
+        for h in self.hypers:
+            values[h.name] = hypers_and_flags.get(h.name, h.default)
+        for s in self.states:
+            given = (states or {}).get(s.name)
+            on = self.holds(s.when, flags)
+            values[s.name] = (start(s, p) if given is None else given) if on else Absent(s.name, s.when or "")
+        for hs in self.host_states:
+            on = self.holds(hs.when, flags)
+            values[hs.name] = (host_states or {}).get(hs.name, hs.init) if on else Absent(hs.name, hs.when or "")
+        new = self.call(p, g, t, values)
+        present, host = self.present(flags), self.present_host(flags)
+        return new["p"], {s.name: new[s.name] for s in present}, {s.name: new[s.name] for s in host}
+
+    def call(self, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs the author's function on values by parameter name; what it returned, by name."""
+        first = (p, g, t) if self.takes_step else (p, g)
+        kept = {s.name for s in self.kept}
+        positional = [values[name] for name in self.order[1:]]
+        result = self.function(*first, *positional, **{k: v for k, v in values.items() if k not in kept})
+        parts = result if isinstance(result, tuple) else (result,)
+        if len(parts) != len(self.order):
+            place = self.source.loc(self.source.returns[0][0])
+            raise UserError("E122", loc=place, name=self.name, want=len(self.order), got=len(parts))
+        return dict(zip(self.order, parts, strict=True))
+
+    def _known(self, given: Mapping[str, Any], known: set[str], kind: str) -> None:
+        for name in given:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise UserError("E118", loc=self.loc, name=self.name, kind=kind, got=name, hint=hint)
+
+
+def start(state: StateDecl, p: Any) -> Any:
+    """A state before the first step, for a parameter p; a plain number where p is no tensor."""
+    if state.init == "param":
+        return p.clone() if hasattr(p, "clone") else p
+    if not hasattr(p, "new_full"):
+        return state.init
+    shapes = {
+        "elem": tuple(p.shape),
+        "row": (*p.shape[:-1], 1),
+        "col": (*p.shape[:-2], 1, *p.shape[-1:]),
+        "mat": (*p.shape[:-2], 1, 1),
+        "tensor": (),
+    }
+    return p.new_full(shapes[state.space.name], state.init)
+
+
+@lru_cache(maxsize=4096)
+def _traced(spec: Spec, setting: tuple[tuple[str, bool], ...]) -> Trace:
+    from optgen.lang.check import check_trace
+    from optgen.lang.tracing import run
+
+    flags = dict(setting)
+    trace = run(spec, flags)
+    check_trace(spec, flags, trace)
+    return trace

@@ -1,0 +1,241 @@
+"""What SymPy is asked about a spec, by name: its formulas, their LaTeX, and how a state recurs.
+
+Trees are built unevaluated, so that a formula reads as its author wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import sympy
+from sympy.printing.latex import LatexPrinter
+
+from optgen.ir.node import Node, postorder
+from optgen.lang.plain import names, plain_formulas
+from optgen.lang.spec import Spec
+
+__all__ = ["Formula", "Recurrence", "formulas", "latex", "plain_formulas", "recurrence"]
+
+Kind = Literal["ema", "sum", "max", "previous", "multiplicative", "constant", "other"]
+Formula = tuple[str, sympy.Expr]
+
+_FUNCTIONS = {
+    "sqrt": lambda x: sympy.Pow(x, sympy.Rational(1, 2)),
+    "rsqrt": lambda x: sympy.Pow(x, sympy.Rational(-1, 2)),
+    "cbrt": lambda x: sympy.Pow(x, sympy.Rational(1, 3)),
+    "rcp": lambda x: sympy.Pow(x, -1),
+    "neg": lambda x: sympy.Mul(-1, x),
+    "add": sympy.Add, "mul": sympy.Mul, "pow": sympy.Pow, "abs": sympy.Abs, "sign": sympy.sign, "exp": sympy.exp,
+    "sub": lambda a, b: sympy.Add(a, _negated(b)), "div": lambda a, b: sympy.Mul(a, sympy.Pow(b, -1)),
+    "log": sympy.log, "exp2": lambda x: sympy.Pow(2, x), "log2": lambda x: sympy.log(x) / sympy.log(2),
+    "floor": sympy.floor, "max": sympy.Max, "min": sympy.Min,
+    "lt": sympy.StrictLessThan, "le": sympy.LessThan, "eq": sympy.Eq, "ne": sympy.Ne,
+    "and": sympy.And, "or": sympy.Or, "not": sympy.Not, "xor": sympy.Xor,
+    "where": lambda c, a, b: sympy.Piecewise((a, c), (b, True)),
+}  # fmt: skip
+
+
+def _negated(x: sympy.Expr) -> sympy.Expr:
+    """-x; of a number the negative number, so that t - 1 does not read t - 1 * 1."""
+    return _number(-float(x)) if x.is_Number else sympy.Mul(-1, x)
+
+
+def _number(x: float | bool) -> sympy.Basic:
+    if isinstance(x, bool):
+        return sympy.true if x else sympy.false
+    return sympy.Integer(int(x)) if x == int(x) and abs(x) < 1e15 else sympy.Float(repr(x))
+
+
+def _expression(root: Node, known: Mapping[int, sympy.Expr]) -> Any:
+    """The SymPy tree of a node; `known` gives the symbols of nodes (by uid) that have a name."""
+    memo: dict[int, Any] = {}
+    for node in postorder([root]):
+        if node.uid in known and node is not root:
+            memo[node.uid] = known[node.uid]
+        elif node.op == "const":
+            memo[node.uid] = _number(node.attr)
+        elif not node.args:
+            memo[node.uid] = known.get(node.uid, sympy.Symbol(str(node.attr or node.op)))
+        else:
+            make = _FUNCTIONS.get(node.op) or sympy.Function(node.op)
+            memo[node.uid] = make(*(memo[a.uid] for a in node.args))
+    return memo[root.uid]
+
+
+def formulas(spec: Spec, flags: Mapping[str, bool] | None = None) -> list[Formula]:
+    """The rule, one (name, expression) per line of the author's, unevaluated.
+
+    A value that comes in is `exp_avg_{t-1}`, one that is kept `exp_avg_t`, what lies between has primes.
+    """
+    trace = spec.trace(flags)
+    named = names(spec, flags)
+    known: dict[int, sympy.Expr] = {}
+    kept = {"p": trace.p, **trace.states, **trace.host_states}
+    for root in [let.node for let in trace.lets] + list(kept.values()):
+        for node in postorder([root]):
+            if node.op in ("load", "sym"):
+                known[node.uid] = sympy.Symbol(named.before.get(node.attr, node.attr))
+    out: list[Formula] = []
+    with sympy.evaluate(False):
+        for let, name in zip(trace.lets, named.lets, strict=True):
+            out.append((name, _expression(let.node, known)))
+            known.setdefault(let.node.uid, sympy.Symbol(name))
+        for name, node in kept.items():
+            if f"{name}_t" not in named.lets:
+                value = known[node.uid] if node.uid in known else _expression(node, known)
+                out.append((f"{name}_t", value))
+    return out
+
+
+_GREEK = {"beta": r"\beta", "alpha": r"\alpha", "rho": r"\rho", "eps": r"\epsilon", "mu": r"\mu", "eta": r"\eta"}
+_SHORT = {"p": r"\theta", "lr": r"\eta", "weight_decay": r"\lambda"}
+
+
+def _symbol_latex(name: str) -> str:
+    """`exp_avg_{t-1}` -> exp\\_avg with its index; beta1 -> \\beta_1; p, lr and weight_decay as papers have them."""
+    bare = name.rstrip("'")
+    primes = name[len(bare) :]
+    stem, index = bare, ""
+    for suffix in ("_{t-1}", "_t"):
+        if bare.endswith(suffix):
+            stem, index = bare.removesuffix(suffix), suffix.removeprefix("_").strip("{}")
+    letters = stem.rstrip("0123456789")
+    digits = stem[len(letters) :]
+    if stem in _SHORT:
+        body = _SHORT[stem]
+    elif letters in _GREEK:
+        body = _GREEK[letters]
+        index = ",".join(x for x in (digits, index) if x)
+    elif len(letters) == 1:
+        body = letters
+        index = ",".join(x for x in (digits, index) if x)
+    else:
+        body = r"\mathrm{" + stem.replace("_", r"\_") + "}"
+    return body + primes + (f"_{{{index}}}" if index else "")
+
+
+class _Printer(LatexPrinter):  # type: ignore[misc]
+    def _print_Symbol(self, expr: Any, style: str = "plain") -> str:  # noqa: N802  (SymPy's own naming)
+        return _symbol_latex(expr.name)
+
+    def _print_Function(self, expr: Any, exp: Any = None) -> str:  # noqa: N802
+        name = type(expr).__name__.replace("_", r"\_")
+        return rf"\operatorname{{{name}}}\left({', '.join(self._print(a) for a in expr.args)}\right)"
+
+
+def latex(spec: Spec, flags: Mapping[str, bool] | None = None) -> str:
+    """The rule as an aligned LaTeX block."""
+    printer = _Printer({"mul_symbol": None, "order": "none"})
+    lines = [rf"{_symbol_latex(name)} &= {printer.doprint(expr)}" for name, expr in formulas(spec, flags)]
+    return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
+
+
+# -- recurrences
+
+_STEP = sympy.Symbol("step", positive=True)
+_LATE = 10**9
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """How a state depends on its own last value s.
+
+    ema             decay * s + (something else), decay < 1 and free of s
+    sum             s + (something else)
+    max             max(decay * s, something else)
+    multiplicative  s times a factor that depends on the gradient
+    constant        s itself
+    previous        free of s
+    other           none of these
+    """
+
+    kind: Kind
+    decay: sympy.Expr | None = None
+
+    def decay_at(self, spec: Spec, **parts: float) -> float:
+        """The decay as a number, late in training: at these hyper-parameter parts, the rest by default."""
+        if self.decay is None:
+            raise ValueError(f"a recurrence of kind {self.kind} has no decay")
+        values = {part: v for h in spec.hypers for part, v in zip(h.parts, h.values, strict=True)} | parts
+        at = {s: values[s.name] for s in self.decay.free_symbols if s.name in values}
+        return float(self.decay.subs(at).subs(_STEP, _LATE))
+
+
+def recurrence(spec: Spec, flags: Mapping[str, bool] | None, state: str) -> Recurrence:
+    """How the state recurs under these flags, found by differentiating its new value by the old one."""
+    return _recurrence(spec, tuple(sorted((flags or {}).items())), state)
+
+
+@lru_cache(maxsize=4096)
+def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> Recurrence:
+    trace = spec.trace(dict(flags))
+    s = sympy.Symbol(state, real=True)
+    # Everything per-element varies from step to step; only host scalars may be part of a decay.
+    varying = {state: s}
+    known: dict[int, sympy.Expr] = {}
+    for node in postorder([trace.states[state]]):
+        if node.op == "load":
+            known[node.uid] = varying.setdefault(node.attr, sympy.Symbol(node.attr, real=True))
+        elif node.op == "sym":
+            known[node.uid] = sympy.Symbol(node.attr, positive=True)
+    others = set(varying.values()) - {s}
+    late = _after_first_step(_expression(trace.states[state], known))
+    return _classify(spec, late, s, others)
+
+
+def _after_first_step(expr: sympy.Expr) -> sympy.Expr:
+    """The expression for a large t: what the first step does differently says nothing about the recurrence.
+
+    Host branches on t alone, like Piecewise((a, t > 1), (b, True)), are decided at t = 10^9.
+    """
+
+    def decide(piece: sympy.Piecewise) -> sympy.Expr:
+        for value, condition in piece.args:
+            if condition.free_symbols <= {_STEP}:
+                if bool(condition.subs(_STEP, _LATE)):
+                    return value
+            else:
+                return piece
+        return piece
+
+    return expr.replace(lambda e: isinstance(e, sympy.Piecewise), decide)
+
+
+def _classify(spec: Spec, new: sympy.Expr, s: sympy.Symbol, others: set[sympy.Symbol]) -> Recurrence:
+    if not new.has(s):
+        return Recurrence("previous")
+    if new == s:
+        return Recurrence("constant")
+    if isinstance(new, (sympy.Max, sympy.Min)):
+        inside = [a for a in new.args if a.has(s)]
+        rest = [a for a in new.args if not a.has(s)]
+        varies = any(a.free_symbols & others for a in rest)
+        if len(inside) == 1 and not varies:
+            return _classify(spec, inside[0], s, others)  # a clip to fixed limits
+        decay = sympy.simplify(inside[0] / s)
+        if isinstance(new, sympy.Max) and len(inside) == 1 and not decay.free_symbols & (others | {s}):
+            return Recurrence("max", decay)
+        return Recurrence("other")
+    # sign() is flat almost everywhere, so its argument does not count.
+    flat = new.replace(sympy.sign, lambda *_: sympy.Symbol("_sign", real=True))
+    if not flat.has(s):
+        return Recurrence("other")
+    slope = sympy.simplify(sympy.diff(flat, s))
+    if slope == 0:
+        return Recurrence("previous")
+    if slope == 1:
+        return Recurrence("sum", sympy.Integer(1))
+    if slope.has(s):
+        return Recurrence("other")
+    if slope.free_symbols & others:
+        if sympy.simplify(flat - slope * s) == 0:
+            return Recurrence("multiplicative")
+        # What drives it may depend on it too (Adadelta's steps); this is its decay when nothing drives it.
+        slope = sympy.simplify(slope.subs({sympy.Symbol(name, real=True): 0 for name in ("g", "p")}))
+        if slope.free_symbols & others:
+            return Recurrence("other")
+    found = Recurrence("ema", slope)
+    return found if abs(found.decay_at(spec)) < 1 else Recurrence("other", slope)

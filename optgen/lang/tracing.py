@@ -1,0 +1,137 @@
+"""Runs a spec's function on traced values and names what it computed."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc, of_frame
+from optgen.ir import node as ir
+from optgen.ir.node import Node
+from optgen.ir.program import Let
+from optgen.lang.refusals import called, instead_of
+from optgen.lang.source import Source, Statement
+from optgen.lang.spec import Spec, Trace
+from optgen.lang.values import Absent, Value, author_loc
+from optgen.ops import dtypes, spaces
+
+_REMEDY = {
+    "row": "reduce it with row_mean(), row_sum() or row_max()",
+    "col": "reduce it with col_mean(), col_sum() or col_max()",
+    "tensor": "reduce it with mean(), norm() or amax()",
+    "host": "a host state depends on hyper-parameters and t only",
+}
+
+
+class Tracer:
+    """Watches every operation; a statement is over when the next one makes something.
+
+    A statement's name goes to the node that its name is bound to, if the statement made that node.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.lets: list[Let] = []
+        self.places: dict[int, Loc] = {}
+        self.frame: FrameType | None = None
+        self.statement: Statement | None = None
+        self.lasti = -1
+        self.made: set[int] = set()  # uids of the nodes made by the running statement
+
+    def record(self, node: Node) -> None:
+        self.places.setdefault(node.uid, author_loc())
+        frame = self._spec_frame()
+        if frame is None:
+            return
+        statement = self.source.statement_at(frame.f_lasti)
+        if statement is not self.statement or frame.f_lasti < self.lasti or self._bound():
+            self.finish()
+        self.frame, self.statement, self.lasti = frame, statement, frame.f_lasti
+        self.made.add(node.uid)
+
+    def _spec_frame(self) -> FrameType | None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not self.source.code:
+            frame = frame.f_back
+        return frame
+
+    def _bound(self) -> list[tuple[str, Node]]:
+        """The running statement's names that are bound to something it made."""
+        if self.frame is None or self.statement is None:
+            return []
+        found = ((name, self.frame.f_locals.get(name)) for name in self.statement.names)
+        return [(name, v.node) for name, v in found if isinstance(v, Value) and v.node.uid in self.made]
+
+    def finish(self) -> None:
+        for name, node in self._bound():
+            assert self.statement is not None
+            line, col, end_line, end_col = self.statement.span
+            place = Loc(self.source.file, line, col, end_line, end_col, self.source.name)
+            self.lets.append(Let(name, node, "update", place, self.statement.text))
+        self.statement, self.lasti = None, -1
+        self.made.clear()
+
+
+def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
+    """The trace of a spec under a complete flag setting."""
+    tracer = Tracer(spec.source)
+
+    def value(node: Node) -> Value:
+        return Value(node, tracer.record)
+
+    values: dict[str, Any] = dict(flags)
+    for h in spec.hypers:
+        parts = tuple(value(ir.sym(part)) for part in h.parts)
+        values[h.name] = parts if isinstance(h.default, tuple) else parts[0]
+    for s in spec.states:
+        on = spec.holds(s.when, flags)
+        values[s.name] = value(ir.load(s.name, dtypes.f32, s.space)) if on else Absent(s.name, s.when or "")
+    for hs in spec.host_states:
+        values[hs.name] = value(ir.sym(hs.name)) if spec.holds(hs.when, flags) else Absent(hs.name, hs.when or "")
+    p, g = (value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("p", "g"))
+    try:
+        new = spec.call(p, g, value(ir.sym("step")), values)
+    except UserError:
+        raise
+    except Exception as error:
+        place = _raised_at(error, spec)
+        hint = instead_of(called(place)[0])
+        raise UserError("E131", loc=place, kind=type(error).__name__, text=str(error), hint=hint) from error
+    tracer.finish()
+    places = {name: loc for _, parts in spec.source.returns for name, loc in parts}
+
+    def node_of(name: str, space: spaces.Space) -> Node:
+        got = new[name]
+        if not isinstance(got, Value):
+            raise UserError("E124", loc=places[name], name=name, got=f"{type(got).__name__} {got!r}")
+        if got.node.space != space:
+            remedy = _REMEDY.get(space.name, "compute it from p, g or the states")
+            raise UserError("E203", loc=places[name], name=name, want=space, got=got.node.space, remedy=remedy)
+        if got.node.dtype is not dtypes.f32:
+            raise UserError("E204", loc=places[name], name=name, got=got.node.dtype)
+        return got.node
+
+    for decl in spec.kept:
+        if not spec.holds(decl.when, flags) and not isinstance(new[decl.name], Absent):
+            raise UserError("E123", loc=places[decl.name], name=decl.name, when=decl.when)
+    return Trace(
+        tuple(tracer.lets),
+        node_of("p", spaces.elem),
+        {s.name: node_of(s.name, s.space) for s in spec.present(flags)},
+        {s.name: node_of(s.name, spaces.host) for s in spec.present_host(flags)},
+        tracer.places,
+    )
+
+
+def _raised_at(error: Exception, spec: Spec) -> Loc:
+    """The innermost place of the traceback in a spec file or a helper that the author wrote."""
+    place = spec.loc
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("optgen.") or module.startswith("optgen._specs"):
+            place = of_frame(frame)
+    return place

@@ -1,0 +1,622 @@
+"""Values, and the functions over them: one language, several readers.
+
+Every function here (`sqrt`, `where`, `block_max`, `bits` ...) and every operator works on
+
+- `Value`        traces: builds an IR node (a spec or a format being compiled);
+- torch tensors  computes, elementwise, in the tensors' own dtype (the oracle, the eager codecs);
+- SymPy          builds the expression (LaTeX, proofs, derivatives);
+- numbers        computes with `math`;
+- anything with a `reader` attribute: another reading (intervals with error bounds, see verify/).
+
+A reading is an object with one method per primitive; `reader_of` picks it from the operands.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from optgen.base import loc as locs
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.ir import node as ir
+from optgen.ir.node import Node
+from optgen.lang import refusals
+from optgen.ops import dtypes, spaces
+from optgen.ops.dtypes import DType
+from optgen.ops.prims import REDUCTIONS
+
+Num = Any  # Value | Tensor | sympy.Basic | float: whatever a reader reads
+
+
+_ONE = "a spec states the rule for one element; reductions such as row_mean() reach others"
+
+
+def author_loc() -> Loc:
+    """The span of the operation in the innermost frame outside optgen.lang."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("optgen.lang"):
+        frame = frame.f_back
+    return locs.of_frame(frame)
+
+
+class Value:
+    """A traced value.  `record(node)` is called for every operation made, so that a tracer can name it."""
+
+    __slots__ = ("node", "record")
+    __hash__ = object.__hash__
+
+    def __init__(self, node: Node, record: Callable[[Node], None] | None = None) -> None:
+        self.node = node
+        self.record = record
+
+    # -- arithmetic
+    def __add__(self, o: Num) -> Value:
+        return _op("add", self, o)
+
+    def __radd__(self, o: Num) -> Value:
+        return _op("add", o, self)
+
+    def __sub__(self, o: Num) -> Value:
+        return _op("sub", self, o)
+
+    def __rsub__(self, o: Num) -> Value:
+        return _op("sub", o, self)
+
+    def __mul__(self, o: Num) -> Value:
+        return _op("mul", self, o)
+
+    def __rmul__(self, o: Num) -> Value:
+        return _op("mul", o, self)
+
+    def __truediv__(self, o: Num) -> Value:
+        return _op("div", self, o)
+
+    def __rtruediv__(self, o: Num) -> Value:
+        return _op("div", o, self)
+
+    def __neg__(self) -> Value:
+        return _op("neg", self)
+
+    def __pos__(self) -> Value:
+        return self
+
+    def __abs__(self) -> Value:
+        return _op("abs", self)
+
+    def __pow__(self, e: Num) -> Any:
+        if isinstance(e, (int, float)) and self.node.space != spaces.host:
+            if e == 2:
+                return _op("mul", self, self)
+            if e == 0.5:
+                return _op("sqrt", self)
+            if e == 0:
+                return Value(ir.const(1.0), self.record)
+            if e == int(e) and 1 <= e <= 8:
+                out = self
+                for _ in range(int(e) - 1):
+                    out = _op("mul", out, self)
+                return out
+            if e == int(e) and -8 <= e <= -1 or e == -0.5:
+                return _op("div", 1.0, self**-e)
+            return power(self, e)
+        return _op("pow", self, e)
+
+    def __rpow__(self, b: Num) -> Value:
+        return _op("pow", b, self)
+
+    # -- i32 and bool
+    def __and__(self, o: Num) -> Value:
+        return _op("and", self, o)
+
+    def __or__(self, o: Num) -> Value:
+        return _op("or", self, o)
+
+    def __xor__(self, o: Num) -> Value:
+        return _op("xor", self, o)
+
+    def __rand__(self, o: Num) -> Value:
+        return _op("and", o, self)
+
+    def __ror__(self, o: Num) -> Value:
+        return _op("or", o, self)
+
+    def __rxor__(self, o: Num) -> Value:
+        return _op("xor", o, self)
+
+    def __invert__(self) -> Value:
+        return _op("not", self)
+
+    def __lshift__(self, k: int) -> Value:
+        return _op("shl", self, k)
+
+    def __rshift__(self, k: int) -> Value:
+        return _op("shr", self, k)
+
+    # -- comparisons
+    def __lt__(self, o: Num) -> Value:
+        return _op("lt", self, o)
+
+    def __le__(self, o: Num) -> Value:
+        return _op("le", self, o)
+
+    def __gt__(self, o: Num) -> Value:
+        return _op("lt", o, self)
+
+    def __ge__(self, o: Num) -> Value:
+        return _op("le", o, self)
+
+    # -- what a value refuses to do
+    def __eq__(self, o: object) -> bool:
+        raise UserError("E102", loc=author_loc(), what="==", hint="use equal(a, b) from optgen.lang")
+
+    def __ne__(self, o: object) -> bool:
+        raise UserError("E102", loc=author_loc(), what="!=", hint="use ~equal(a, b), equal from optgen.lang")
+
+    def __bool__(self) -> bool:
+        raise refusals.truth(author_loc())
+
+    def __float__(self) -> float:
+        raise refusals.number(author_loc(), "float()")
+
+    def __int__(self) -> int:
+        raise refusals.number(author_loc(), "int()")
+
+    __index__ = __int__
+
+    def __floordiv__(self, o: Num) -> Value:
+        raise UserError("E102", loc=author_loc(), what="//", hint="use floor(a / b), floor from optgen.lang")
+
+    __rfloordiv__ = __floordiv__
+
+    def __mod__(self, o: Num) -> Value:
+        raise UserError("E102", loc=author_loc(), what="%", hint="use a - b * floor(a / b), floor from optgen.lang")
+
+    __rmod__ = __mod__
+
+    def __round__(self, digits: int | None = None) -> Value:
+        raise UserError("E102", loc=author_loc(), what="round()", hint="use rint(x) from optgen.lang")
+
+    def __getitem__(self, key: object) -> Value:
+        raise UserError("E102", loc=author_loc(), what="x[...]", hint=_ONE)
+
+    def __iter__(self) -> Any:
+        raise UserError("E102", loc=author_loc(), what="unpacking", hint="only a tuple hyper-parameter has parts")
+
+    def __repr__(self) -> str:
+        return f"Value({self.node!r})"
+
+
+class Absent:
+    """A state that is off under the flags of this trace: it may be carried to `return`, never computed with."""
+
+    def __init__(self, name: str, when: str) -> None:
+        self.name = name
+        self.when = when
+
+    def refusal(self) -> UserError:
+        return UserError("E105", loc=author_loc(), name=self.name, when=self.when)
+
+    def refuse(self, *_: object, **__: object) -> Any:
+        raise self.refusal()
+
+    @property
+    def reader(self) -> Absent:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.refuse
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse
+    __pow__ = __rpow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
+    __bool__ = __float__ = __int__ = __iter__ = refuse
+
+
+def lift(x: Num, like: DType = dtypes.f32) -> Node:
+    """The node of a value or a number; numbers take the dtype of what they meet."""
+    if isinstance(x, Value):
+        return x.node
+    if isinstance(x, Absent):
+        raise x.refusal()
+    if isinstance(x, bool):
+        return ir.const(x, dtypes.boolean)
+    if isinstance(x, (int, float)):
+        if like.is_int:
+            return ir.const(int(x), like)
+        return ir.const(float(x), dtypes.f32)
+    raise UserError("E104", loc=author_loc(), got=f"{type(x).__name__} {x!r}")
+
+
+_FLOAT = frozenset("div sqrt floor rint pow exp log rsqrt rcp exp2 log2 cbrt".split())
+_ARITHMETIC = _FLOAT | set("add sub mul neg min max abs sign lt le".split()) | set(REDUCTIONS)
+_HOST_ONLY = {"pow": "x ** y with such an exponent", "exp": "exp()", "log": "log()"}
+_SPELLED = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "and": "&", "or": "|", "xor": "^",
+            "not": "~", "shl": "<<", "shr": ">>", "neg": "-", "max": "maximum", "min": "minimum",
+            "eq": "equal"}  # fmt: skip
+
+
+def _check_operands(name: str, nodes: list[Node]) -> None:
+    """Raises UserError where an operation does not take such dtypes or spaces."""
+    kinds = [n.dtype for n in nodes]
+    got = " and ".join(dict.fromkeys(k.name for k in kinds))
+    shown = _SPELLED.get(name, f"{name}()")
+    if name == "where" and kinds[0] is not dtypes.boolean:
+        got, hint = kinds[0].name, "compare it: where(x > 0, a, b)"
+        raise UserError("E103", loc=author_loc(), function=shown, want="a condition first", got=got, hint=hint)
+    if name in _ARITHMETIC and dtypes.boolean in kinds:
+        hint = "turn a condition into a number: where(c, 1.0, 0.0)"
+        raise UserError("E103", loc=author_loc(), function=shown, want="numbers", got=got, hint=hint)
+    if name in ("and", "or", "xor", "not") and any(k.is_float for k in kinds):
+        raise UserError("E103", loc=author_loc(), function=shown, want="conditions or integers", got=got)
+    if name in _FLOAT and any(k.is_int for k in kinds):
+        raise UserError("E103", loc=author_loc(), function=shown, want="real numbers", got=got)
+    if len({k.is_float for k in kinds if k is not dtypes.boolean}) > 1:
+        raise UserError("E103", loc=author_loc(), function=shown, want="real numbers or integers, not both", got=got)
+    if name in _HOST_ONLY and any(n.space != spaces.host for n in nodes):
+        space = next(n.space for n in nodes if n.space != spaces.host)
+        raise UserError("E202", loc=author_loc(), function=_HOST_ONLY[name], got=space)
+
+
+def _op(name: str, *args: Num, attr: Any = None) -> Value:
+    values = [a for a in args if isinstance(a, Value)]
+    # For where(c, x, y) the dtype comes from the branches, not from the condition.
+    if name in _ARITHMETIC:
+        args = tuple(float(a) if isinstance(a, bool) else a for a in args)  # flags count as 0 and 1
+    branch = args[1:] if name == "where" else args
+    like = next((a.node.dtype for a in branch if isinstance(a, Value)), dtypes.f32)
+    nodes = [lift(a, like) for a in args]
+    _check_operands(name, nodes)
+    record = next((v.record for v in values if v.record is not None), None)
+    made = ir.op(name, *nodes, attr=attr)
+    if record is not None:
+        record(made)
+    return Value(made, record)
+
+
+# -- readers
+
+
+class TraceReader:
+    """Builds nodes."""
+
+    def __getattr__(self, name: str) -> Callable[..., Value]:
+        return lambda *args, attr=None: _op(name, *args, attr=attr)
+
+
+class MathReader:
+    """Computes with Python numbers."""
+
+    sqrt, exp, log, floor = (staticmethod(f) for f in (math.sqrt, math.exp, math.log, math.floor))
+    max, min, abs = staticmethod(max), staticmethod(min), staticmethod(abs)
+
+    @staticmethod
+    def rsqrt(x: float) -> float:
+        return 1 / math.sqrt(x)
+
+    @staticmethod
+    def rcp(x: float) -> float:
+        return 1 / x
+
+    @staticmethod
+    def cbrt(x: float) -> float:
+        return math.cbrt(x)
+
+    @staticmethod
+    def exp2(x: float) -> float:
+        return math.exp2(x)
+
+    @staticmethod
+    def log2(x: float) -> float:
+        return math.log2(x)
+
+    @staticmethod
+    def sign(x: float) -> float:
+        return float((x > 0) - (x < 0)) if x == x else x
+
+    @staticmethod
+    def rint(x: float) -> float:
+        return float(round(x))
+
+    @staticmethod
+    def where(c: bool, a: Num, b: Num) -> Num:
+        return a if c else b
+
+    @staticmethod
+    def eq(a: float, b: float) -> bool:
+        return a == b
+
+    @staticmethod
+    def pow(a: float, b: float) -> float:
+        return float(a**b)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        # A number is its own mean, sum and maximum.
+        if name.endswith(("_sum", "_max", "_mean")):
+            return lambda x: x
+        raise AttributeError(name)
+
+
+class TorchReader:
+    """Computes with tensors, in their own dtype; integers are int32 and wrap."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        direct = {"floor": torch.floor, "rint": torch.round, "exp": torch.exp}
+        direct |= {"log": torch.log, "abs": torch.abs, "exp2": torch.exp2, "log2": torch.log2, "not": torch.logical_not}
+        if name in direct:
+            return direct[name]
+        if name.split("_")[0] in ("row", "col", "mat", "tensor"):
+            return self.__reduction(name)
+        return getattr(self, "_" + name)
+
+    @staticmethod
+    def _pair(a: Num, b: Num) -> tuple[Any, Any]:
+        import torch
+
+        t = a if isinstance(a, torch.Tensor) else b
+
+        def make(x: Num) -> Any:
+            return x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=t.dtype, device=t.device)
+
+        return make(a), make(b)
+
+    def _max(self, a: Num, b: Num) -> Any:
+        import torch
+
+        return torch.maximum(*self._pair(a, b))
+
+    def _min(self, a: Num, b: Num) -> Any:
+        import torch
+
+        return torch.minimum(*self._pair(a, b))
+
+    def _sqrt(self, x: Any) -> Any:
+        import torch
+
+        # torch's fp32 root on CPU is up to 1 ulp off; the fp64 root rounded once is exact.
+        return x.double().sqrt().float() if x.dtype is torch.float32 else x.sqrt()
+
+    def _sign(self, x: Any) -> Any:
+        import torch
+
+        return torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, x)).to(x.dtype)
+
+    def _rsqrt(self, x: Any) -> Any:
+        return 1 / self._sqrt(x)
+
+    def _rcp(self, x: Any) -> Any:
+        return 1 / x
+
+    def _cbrt(self, x: Any) -> Any:
+        return x.sign() * x.abs() ** (1 / 3)
+
+    def _pow(self, a: Num, b: Num) -> Any:
+        return a**b
+
+    def _eq(self, a: Num, b: Num) -> Any:
+        return a == b
+
+    def _where(self, c: Any, a: Num, b: Num) -> Any:
+        import torch
+
+        if isinstance(c, bool):
+            return a if c else b
+        if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
+            # A condition does not know what precision it came from: two numbers that f32 holds exactly are
+            # given as f32, which any arithmetic widens without loss; others keep their fp64 value.
+            exact = all(torch.tensor(x, dtype=torch.float32).item() == x for x in (a, b))
+            a = torch.tensor(a, dtype=torch.float32 if exact else torch.float64, device=c.device)
+        return torch.where(c, *self._pair(a, b))
+
+    def _lshr(self, x: Any, k: int) -> Any:
+        return (x >> k) & ((1 << (32 - k)) - 1)
+
+    def _cast(self, x: Any, attr: DType) -> Any:
+        import torch
+
+        return x.to(getattr(torch, attr.torch))
+
+    def _bitcast(self, x: Any, attr: DType) -> Any:
+        import torch
+
+        return x.view(getattr(torch, attr.torch))
+
+    # A tensor read in blocks has shape (..., blocks, size).
+    def _block_max(self, x: Any, attr: int) -> Any:
+        return x.amax(-1, keepdim=True)
+
+    def _block_min(self, x: Any, attr: int) -> Any:
+        return x.amin(-1, keepdim=True)
+
+    def __reduction(self, name: str) -> Callable[[Any], Any]:
+        """row_sum, col_mean, tensor_max ...: the named dimensions, kept with length 1."""
+        scope, kind = name.lstrip("_").split("_")
+        dims = {"row": (-1,), "col": (-2,), "mat": (-2, -1)}.get(scope)
+
+        def reduce(x: Any) -> Any:
+            apply = {"sum": x.sum, "mean": x.mean, "max": x.amax}[kind]
+            if dims is None:
+                return apply()
+            own = tuple(d for d in dims if -d <= x.dim())  # a vector is one row: its columns are its elements
+            return apply(own, keepdim=True) if own else x
+
+        return reduce
+
+
+class SympyReader:
+    """Builds SymPy expressions; honours `sympy.evaluate(False)`."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        import sympy
+
+        table: dict[str, Callable[..., Any]] = {
+            "sqrt": sympy.sqrt, "sign": sympy.sign, "floor": sympy.floor, "abs": sympy.Abs, "exp": sympy.exp,
+            "log": sympy.log, "max": sympy.Max, "min": sympy.Min, "eq": sympy.Eq, "pow": sympy.Pow, "not": sympy.Not,
+            "rsqrt": lambda x: 1 / sympy.sqrt(x), "rcp": lambda x: 1 / x, "cbrt": sympy.cbrt,
+            "exp2": lambda x: 2**x, "log2": lambda x: sympy.log(x, 2), "rint": sympy.Function("rint"),
+            "where": lambda c, a, b: sympy.Piecewise((a, c), (b, True)),
+        }  # fmt: skip
+        if name.endswith(("_sum", "_max", "_mean")):
+            make: Callable[..., Any] = sympy.Function(name)
+            return make
+        return table[name]
+
+
+_TRACE, _MATH, _TORCH, _SYMPY = TraceReader(), MathReader(), TorchReader(), SympyReader()
+
+
+def reader_of(*args: Num) -> Any:
+    """The reader for these operands: the first that is more than a number decides."""
+    for a in args:
+        if isinstance(a, Value):
+            return _TRACE
+        own = getattr(type(a), "reader", None)
+        if own is not None:
+            return own
+        module = type(a).__module__
+        if module.startswith("torch"):
+            return _TORCH
+        if module.startswith("sympy"):
+            return _SYMPY
+    return _MATH
+
+
+# -- the functions
+
+
+def sqrt(x: Num) -> Num:
+    """The square root."""
+    return reader_of(x).sqrt(x)
+
+
+def rsqrt(x: Num) -> Num:
+    """1 / sqrt(x)."""
+    r = reader_of(x)
+    return 1 / _op("sqrt", x) if r is _TRACE else r.rsqrt(x)
+
+
+def cbrt(x: Num) -> Num:
+    """The cube root of x >= 0."""
+    return reader_of(x).cbrt(x)
+
+
+def exp(x: Num) -> Num:
+    """e ** x, host space only."""
+    return reader_of(x).exp(x)
+
+
+def log(x: Num) -> Num:
+    """The natural logarithm, host space only."""
+    return reader_of(x).log(x)
+
+
+def exp2(x: Num) -> Num:
+    """2 ** x."""
+    return reader_of(x).exp2(x)
+
+
+def log2(x: Num) -> Num:
+    """The binary logarithm of x > 0."""
+    return reader_of(x).log2(x)
+
+
+def power(x: Num, e: float) -> Num:
+    """x ** e for x >= 0 and a real exponent; 0 ** e is 0."""
+    r = reader_of(x)
+    if r is not _TRACE:
+        return x**e
+    tiny = 2.0**-126
+    return where(x < tiny, 0.0, exp2(e * log2(maximum(x, tiny))))
+
+
+def sign(x: Num) -> Num:
+    """-1, 0 or 1."""
+    return reader_of(x).sign(x)
+
+
+def maximum(a: Num, b: Num) -> Num:
+    """The larger, elementwise; NaN if either is."""
+    return reader_of(a, b).max(a, b)
+
+
+def minimum(a: Num, b: Num) -> Num:
+    """The smaller, elementwise; NaN if either is."""
+    return reader_of(a, b).min(a, b)
+
+
+def clip(x: Num, low: Num, high: Num) -> Num:
+    """x limited to [low, high]; NaN stays NaN."""
+    return minimum(maximum(x, low), high)
+
+
+def square(x: Num) -> Num:
+    """x * x."""
+    return x * x
+
+
+def where(c: Num, a: Num, b: Num) -> Num:
+    """a where c holds, else b; both are computed."""
+    return reader_of(c, a, b).where(c, a, b)
+
+
+def equal(a: Num, b: Num) -> Num:
+    """a == b, as a value."""
+    return reader_of(a, b).eq(a, b)
+
+
+def floor(x: Num) -> Num:
+    """The integer at or below x."""
+    return reader_of(x).floor(x)
+
+
+def rint(x: Num) -> Num:
+    """The nearest integer, half to even."""
+    return reader_of(x).rint(x)
+
+
+# integers, bits, conversions
+
+
+def lshr(x: Num, k: int) -> Num:
+    """Logical shift right of an i32 by a constant."""
+    return reader_of(x).lshr(x, k)
+
+
+def cast(x: Num, dtype: DType) -> Num:
+    """Value conversion; f32 -> i32 truncates toward zero, f32 -> bf16/f16 rounds half to even."""
+    if isinstance(x, Value) and x.node.dtype == dtype:
+        return x
+    return reader_of(x).cast(x, attr=dtype)
+
+
+def bitcast(x: Num, dtype: DType) -> Num:
+    """The same bits as another dtype of the same width."""
+    return reader_of(x).bitcast(x, attr=dtype)
+
+
+def bits(x: Num) -> Num:
+    """The bit pattern of an f32 as i32."""
+    return bitcast(x, dtypes.i32)
+
+
+def from_bits(x: Num) -> Num:
+    """The f32 with this i32 bit pattern."""
+    return bitcast(x, dtypes.f32)
+
+
+# reductions
+
+
+def block_max(x: Num, size: int) -> Num:
+    """The largest i32 of each storage block; a tensor is read in blocks along its last dimension."""
+    return reader_of(x).block_max(x, attr=size)
+
+
+def block_min(x: Num, size: int) -> Num:
+    """The smallest i32 of each storage block."""
+    return reader_of(x).block_min(x, attr=size)

@@ -1,0 +1,206 @@
+"""Joins what a spec computes with how a plan stores it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from optgen.formats.plan import Storage
+from optgen.ir import node as ir
+from optgen.ir.node import Node, Rewriter
+from optgen.ir.program import Buffer, Let, Program, Store
+from optgen.lang.spec import Spec
+from optgen.lang.values import Value
+from optgen.lower.naming import Recorder
+from optgen.lower.noise import deal
+from optgen.ops import dtypes, spaces
+from optgen.ops.dtypes import DType
+
+GRAD_SCALE = "grad_scale"  # host scalar: -1 under maximize, 1 / loss scale under a GradScaler
+
+
+def field_name(owner: str, suffix: str) -> str:
+    """The key in opt.state[p]: the state's own name, or that and the field's suffix."""
+    return owner if not suffix else f"{owner}_{suffix}"
+
+
+def weight_buffers(storage: Storage) -> dict[str, Buffer]:
+    """Suffix -> buffer of the weight: the parameter itself under "", extras as weight_<suffix>."""
+    out = {}
+    for suffix, field in storage.master.fields(storage.param).items():
+        space = spaces.elem if field.per == 1 else spaces.block(field.per)
+        if suffix:
+            out[suffix] = Buffer(field_name("weight", suffix), field.dtype, space, "weight", "p")
+        else:
+            out[suffix] = Buffer("p", field.dtype, space, "param", "p")
+    return out
+
+
+def state_buffers(storage: Storage, state: str) -> dict[str, Buffer]:
+    """Suffix -> buffer of one state."""
+    out = {}
+    for suffix, field in storage.states[state].fields().items():
+        space = spaces.elem if field.per == 1 else spaces.block(field.per)
+        out[suffix] = Buffer(field_name(state, suffix), field.dtype, space, "state", state)
+    return out
+
+
+def read(buffer: Buffer, record: Recorder | None = None) -> Value:
+    return Value(ir.load(buffer.name, buffer.dtype, buffer.space), record)
+
+
+def encoding_order(spec: Spec, storage: Storage) -> list[str]:
+    """States that others are stored relative to come first."""
+    base = {d.normalized_by for d in spec.states if d.name in storage.states and storage.states[d.name].relative}
+    return sorted(storage.states, key=lambda s: (s not in base, list(storage.states).index(s)))
+
+
+def normalizer(spec: Spec, state: str) -> str | None:
+    return next(d.normalized_by for d in spec.states if d.name == state)
+
+
+def _decode_all(spec: Spec, storage: Storage) -> tuple[Value, dict[str, Value], list[Let]]:
+    """The decoded weight and states, and a let for each that is more than a load."""
+    record = Recorder("p", "decode")
+    weight = storage.master.decode({k: read(b, record) for k, b in weight_buffers(storage).items()}, storage.param)
+    inner = record.lets()
+    states: dict[str, Value] = {}
+    for name in encoding_order(spec, storage):
+        fmt = storage.states[name]
+        record = Recorder(name, "decode")
+        parts = {k: read(b, record) for k, b in state_buffers(storage, name).items()}
+        root = None
+        if fmt.relative:
+            base = normalizer(spec, name)
+            assert base is not None
+            root = storage.states[base].decode_root({k: read(b) for k, b in state_buffers(storage, base).items()})
+        states[name] = fmt.decode(parts, root=root)
+        inner += record.lets()
+    lets = [Let("p", weight.node, "decode", doc=storage.master.describe(storage.param))]
+    lets += [Let(name, v.node, "decode", doc=str(storage.states[name])) for name, v in states.items()]
+    return weight, states, [let for let in inner + lets if let.node.op != "load"]
+
+
+def _encode_all(
+    spec: Spec, storage: Storage, weight: Value, states: Mapping[str, Value], *, stochastic: bool
+) -> tuple[list[Let], list[Store]]:
+    """The random words, and the stores that keep a weight and the states."""
+    wants = {name: storage.states[name].noise_bits for name in encoding_order(spec, storage)}
+    wants["p"] = storage.master.noise_bits(storage.param)
+    noise, words = deal(wants) if stochastic else ({}, [])
+    doc = "32 random bits: hash(element, tensor, step)"
+    lets = [Let("noise" if not k else f"noise_{k + 1}", w, "encode", doc=doc) for k, w in enumerate(words)]
+    stores: list[Store] = []
+    kept: dict[str, Mapping[str, Any]] = {}
+    for name in encoding_order(spec, storage):
+        fmt = storage.states[name]
+        root = None
+        if fmt.relative:
+            base = normalizer(spec, name)
+            assert base is not None
+            # Divide by what will be read back, not by what was computed: the product is then exact.
+            root = storage.states[base].decode_root(kept[base])
+        record = Recorder(name, "encode")
+        kept[name] = fmt.encode(Value(states[name].node, record), noise=noise.get(name), root=root)
+        lets += record.lets()
+        stores += [Store(b.name, kept[name][k].node) for k, b in state_buffers(storage, name).items()]
+    record = Recorder("p", "encode")
+    parts = storage.master.encode(Value(weight.node, record), storage.param, noise=noise.get("p"))
+    lets += record.lets()
+    return lets, [Store(b.name, parts[k].node) for k, b in weight_buffers(storage).items()] + stores
+
+
+def _buffers(storage: Storage, grad: DType) -> tuple[Buffer, ...]:
+    weight = weight_buffers(storage)
+    out = [weight[""], Buffer("g", grad, spaces.elem, "grad", "g", writes=False)]
+    out += [b for k, b in weight.items() if k]
+    for name in storage.states:
+        out += state_buffers(storage, name).values()
+    return tuple(out)
+
+
+def _block(buffers: tuple[Buffer, ...]) -> int:
+    return max((b.space.size for b in buffers), default=0) or 1
+
+
+def hyper_names(spec: Spec) -> tuple[str, ...]:
+    return tuple(part for h in spec.hypers for part in h.parts)
+
+
+def hyper_ranges(spec: Spec) -> tuple[tuple[str, tuple[float, float]], ...]:
+    """Closed intervals of the hyper-parameters and the step; open ends are taken as closed."""
+    out: list[tuple[str, tuple[float, float]]] = [("step", (1.0, math.inf))]
+    for h in spec.hypers:
+        low = max((float(x) for x in (h.ge, h.gt) if x is not None), default=-math.inf)
+        high = min((float(x) for x in (h.le, h.lt) if x is not None), default=math.inf)
+        out += [(part, (low, high)) for part in h.parts]
+    return tuple(out)
+
+
+def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DType | None = None) -> Program:
+    """One optimizer step as a Program: decode, the author's lets, encode.
+
+    `grad` is the gradient's dtype, by default the parameter's.
+    """
+    trace = spec.trace(dict(flags))
+    grad = grad or storage.param
+    buffers = _buffers(storage, grad)
+    weight, states, decoded = _decode_all(spec, storage)
+    g = Value(ir.sym(GRAD_SCALE)) * Value(_to_f32(ir.load("g", grad, spaces.elem)))
+    leaves = {("p"): weight.node, "g": g.node} | {name: v.node for name, v in states.items()}
+
+    def substitute(node: Node) -> Node:
+        if node.op == "load" and node.dtype is dtypes.f32 and node.attr in leaves:
+            return leaves[node.attr]
+        return node
+
+    # Spec leaves are f32 loads by logical name; a decode may load an f32 buffer of that same name, so the
+    # author's expressions are rewritten before the two meet.
+    rewrite = Rewriter(substitute)
+    body = [Let("g", g.node, "decode")] + decoded
+    body += [replace(let, node=rewrite(let.node)) for let in trace.lets]
+    new_states = {name: Value(rewrite(node)) for name, node in trace.states.items()}
+    words, stores = _encode_all(spec, storage, Value(rewrite(trace.p)), new_states, stochastic=True)
+    body += words
+    names = hyper_names(spec)
+    present_host = spec.present_host(flags)
+    return Program(
+        name=spec.name,
+        buffers=buffers,
+        host=(),
+        body=tuple(let for let in body if let.node.space is not spaces.host or let.stage == "update"),
+        stores=tuple(stores),
+        block=_block(buffers),
+        hypers=(*names, GRAD_SCALE, "step", *(h.name for h in present_host)),
+        ranges=hyper_ranges(spec),
+        doc=spec.doc,
+        host_states=tuple((h.name, h.init) for h in present_host),
+        host_stores=tuple(Let(name, node) for name, node in trace.host_states.items()),
+    )
+
+
+def _to_f32(node: Node) -> Node:
+    return node if node.dtype is dtypes.f32 else ir.op("cast", node, attr=dtypes.f32)
+
+
+def lower_decode(spec: Spec, storage: Storage) -> Program:
+    """What is kept -> f32 weight and states: the stores go to f32 pseudo-buffers named p and by state."""
+    buffers = tuple(b for b in _buffers(storage, storage.param) if b.role != "grad")
+    weight, states, lets = _decode_all(spec, storage)
+    values = {"p": weight} | states
+    outputs = tuple(Buffer(f"out_{name}", dtypes.f32, spaces.elem, "state", name, reads=False) for name in values)
+    stores = tuple(Store(f"out_{name}", v.node) for name, v in values.items())
+    return Program(spec.name, buffers + outputs, (), tuple(lets), stores, "strict", _block(buffers))
+
+
+def lower_encode(spec: Spec, storage: Storage) -> Program:
+    """f32 weight and states -> what is kept, rounded to nearest; inputs are f32 pseudo-buffers in_<name>."""
+    buffers = tuple(b for b in _buffers(storage, storage.param) if b.role != "grad")
+    names = ["p", *storage.states]
+    inputs = tuple(Buffer(f"in_{name}", dtypes.f32, spaces.elem, "state", name, writes=False) for name in names)
+    values = {name: Value(ir.load(f"in_{name}", dtypes.f32, spaces.elem)) for name in names}
+    weight = values.pop("p")
+    lets, stores = _encode_all(spec, storage, weight, values, stochastic=False)
+    return Program(spec.name, inputs + buffers, (), tuple(lets), tuple(stores), "strict", _block(buffers))

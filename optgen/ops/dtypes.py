@@ -1,0 +1,52 @@
+"""The dtypes of the IR: what a value is computed in and what a buffer holds.
+
+Arithmetic happens in `f32`, `i32` (two's complement, wrapping) and `bool`; `f64` exists in host space
+only.  The narrow types are storage: a load is widened before anything is done with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["float", "int", "uint", "bool"]
+
+
+@dataclass(frozen=True)
+class DType:
+    """A scalar type: its short name, its width in bits and its kind; `torch` is the attribute of torch."""
+
+    name: str
+    bits: int
+    kind: Kind
+    torch: str
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind == "float"
+
+    @property
+    def is_int(self) -> bool:
+        return self.kind in ("int", "uint")
+
+    @property
+    def bytes(self) -> float:
+        return self.bits / 8
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+f64 = DType("f64", 64, "float", "float64")
+f32 = DType("f32", 32, "float", "float32")
+bf16 = DType("bf16", 16, "float", "bfloat16")
+f16 = DType("f16", 16, "float", "float16")
+i64 = DType("i64", 64, "int", "int64")
+i32 = DType("i32", 32, "int", "int32")
+i16 = DType("i16", 16, "int", "int16")
+i8 = DType("i8", 8, "int", "int8")
+u8 = DType("u8", 8, "uint", "uint8")
+boolean = DType("bool", 1, "bool", "bool")
+
+ALL = {d.name: d for d in (f64, f32, bf16, f16, i64, i32, i16, i8, u8, boolean)}
+FROM_TORCH = {d.torch: d for d in ALL.values()}

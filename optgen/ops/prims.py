@@ -1,0 +1,91 @@
+"""The alphabet: one row per primitive.
+
+`core` primitives are the ones every backend spells; every other row has `means`, its definition in core
+primitives, and backends that have a faster native form may spell it themselves (fast maths only, unless
+the row is `exact`).  `arity` counts operands; `result` says the dtype: "same" as the operands, "bool", or
+a named dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Prim:
+    name: str
+    arity: int
+    result: str = "same"
+    core: bool = True
+    doc: str = ""
+
+
+_ROWS = (
+    # f32 and i32
+    Prim("add", 2, doc="x + y; i32 wraps"),
+    Prim("sub", 2, doc="x - y; i32 wraps"),
+    Prim("mul", 2, doc="x * y; i32 wraps"),
+    Prim("neg", 1, doc="-x"),
+    Prim("min", 2, doc="the smaller; NaN if either is NaN"),
+    Prim("max", 2, doc="the larger; NaN if either is NaN"),
+    Prim("abs", 1, doc="|x|"),
+    # f32
+    Prim("div", 2, doc="x / y; correctly rounded in strict mode"),
+    Prim("sqrt", 1, doc="square root; correctly rounded in strict mode"),
+    Prim("fma", 3, doc="x * y + z in one rounding; made by passes in fast mode only"),
+    Prim("sign", 1, doc="-1, 0 or 1; sign(NaN) is NaN"),
+    Prim("floor", 1, doc="the integer at or below x, as f32"),
+    Prim("rint", 1, doc="nearest integer, half to even, as f32; |x| < 2^22"),
+    # comparisons and selection
+    Prim("lt", 2, "bool"),
+    Prim("le", 2, "bool"),
+    Prim("eq", 2, "bool"),
+    Prim("ne", 2, "bool"),
+    Prim("and", 2, doc="of bools, or of the bits of i32"),
+    Prim("or", 2, doc="of bools, or of the bits of i32"),
+    Prim("xor", 2, doc="of bools, or of the bits of i32"),
+    Prim("not", 1, "bool"),
+    Prim("where", 3, "branch", doc="where(c, x, y): both sides are computed"),
+    # i32
+    Prim("shl", 2, doc="x << constant"),
+    Prim("shr", 2, doc="x >> constant, arithmetic"),
+    Prim("lshr", 2, doc="x >> constant, logical"),
+    # conversions; attr is the target dtype
+    Prim("cast", 1, "attr", doc="value conversion; f32 -> i32 truncates, f32 -> bf16/f16 rounds to nearest even"),
+    Prim("bitcast", 1, "attr", doc="same bits, another dtype of the same width"),
+    # reductions over a block: attr is the block size
+    Prim("block_max", 1, doc="largest of the block; NaN if any is NaN"),
+    Prim("block_min", 1, doc="smallest of the block; NaN if any is NaN"),
+    # reductions over larger scopes: parsed, typed and scheduled; attr unused
+    Prim("row_sum", 1),
+    Prim("col_sum", 1),
+    Prim("mat_sum", 1),
+    Prim("tensor_sum", 1),
+    Prim("row_max", 1),
+    Prim("col_max", 1),
+    Prim("tensor_max", 1),
+    # host space only, fp64
+    Prim("pow", 2, doc="x ** y"),
+    Prim("exp", 1),
+    Prim("log", 1),
+    # decomposed
+    Prim("rsqrt", 1, core=False, doc="1 / sqrt(x)"),
+    Prim("rcp", 1, core=False, doc="1 / x"),
+    Prim("exp2", 1, core=False, doc="2 ** x, |error| <= 2 ulp, the same bits on every backend"),
+    Prim("log2", 1, core=False, doc="log2(x) of a positive normal x, the same bits on every backend"),
+    Prim("cbrt", 1, core=False, doc="cube root of x >= 0, the same bits on every backend"),
+)
+
+PRIMS: dict[str, Prim] = {p.name: p for p in _ROWS}
+
+REDUCTIONS = {
+    # op -> (space of the operand's result, combine)
+    "row_sum": ("row", "add"),
+    "col_sum": ("col", "add"),
+    "mat_sum": ("mat", "add"),
+    "tensor_sum": ("tensor", "add"),
+    "row_max": ("row", "max"),
+    "col_max": ("col", "max"),
+    "tensor_max": ("tensor", "max"),
+}
+COMMUTATIVE = {"add", "mul", "min", "max", "and", "or", "xor", "eq", "ne"}

@@ -1,0 +1,61 @@
+"""Where a value lives: host < tensor < mat < row, col < block < elem.
+
+`host` is computed once per step on the host in fp64; `tensor` has one value per parameter tensor, `mat`
+one per leading index of an ndim > 2 tensor, `row` and `col` one per row and column of the last two
+dimensions, `block` one per storage block (`size` neighbours along the last dimension) and `elem` one per
+element.  Arithmetic joins spaces upward (`row * col -> elem`); reductions go down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Space:
+    """A space; `size` is the block size of a `block` space and 0 elsewhere."""
+
+    name: str
+    size: int = 0
+
+    @property
+    def rank(self) -> int:
+        return RANK[self.name]
+
+    def __repr__(self) -> str:
+        return f"{self.name}:{self.size}" if self.size else self.name
+
+
+RANK = {"host": 0, "tensor": 1, "mat": 2, "row": 3, "col": 3, "block": 4, "elem": 5}
+
+host = Space("host")
+tensor = Space("tensor")
+mat = Space("mat")
+row = Space("row")
+col = Space("col")
+elem = Space("elem")
+
+
+def block(size: int) -> Space:
+    return Space("block", size)
+
+
+def join(a: Space, b: Space) -> Space:
+    """The smallest space in which both a and b can be read by index.
+
+    >>> join(host, row), join(row, col), join(block(64), elem)
+    (row, elem, elem)
+    """
+    if a == b:
+        return a
+    low, high = (a, b) if a.rank <= b.rank else (b, a)
+    if low.rank < high.rank and not (low.rank == 3 and high.name == "block"):
+        return high
+    return elem
+
+
+def join_all(spaces: list[Space]) -> Space:
+    out = host
+    for s in spaces:
+        out = join(out, s)
+    return out

@@ -1,0 +1,23 @@
+"""The ready-made optimizers: `from optgen.optim import AdamW`.
+
+Names are looked up when asked for, so that one optimizer does not import the others.  The classes are those of
+the generated package that comes with optgen; a project's own are in its own `generated`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(name)
+    try:
+        return getattr(importlib.import_module("optgen._generated"), name)
+    except AttributeError:
+        raise AttributeError(f"optgen.optim has no optimizer {name!r}; `optgen list` shows them") from None
+
+
+def __dir__() -> list[str]:
+    return sorted(importlib.import_module("optgen._generated").__all__)

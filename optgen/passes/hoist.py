@@ -1,0 +1,56 @@
+"""hoist: what depends only on the step and the hyper-parameters is computed once per step, on the host, in fp64.
+
+rewrite:
+    update exp_avg = add(mul($beta1, %exp_avg:f32), mul(sub(1.0, $beta1), @g))
+  ->
+    host   one_minus_beta1 = sub(1.0, $beta1)
+    update exp_avg = add(mul($beta1, %exp_avg:f32), mul($one_minus_beta1, @g))
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from optgen.ir import node as ir
+from optgen.ir.node import Node, Rewriter, postorder
+from optgen.ir.program import Let, Program
+from optgen.ir.spell import name_for
+from optgen.ops import dtypes, spaces
+
+
+def hoist(program: Program) -> Program:
+    """See the module's docstring.  Names: the author's where a let of theirs is the scalar."""
+    own = {let.node.uid: let for let in program.body if let.node.space == spaces.host}
+    taken = set(program.hypers)
+    found: dict[int, Let] = {}
+    order: list[Let] = []
+
+    def scalar(node: Node) -> Node:
+        if node.dtype is dtypes.boolean:
+            raise AssertionError("host conditions select host values; they do not leave the host")
+        let = found.get(node.uid)
+        if let is None:
+            base = own[node.uid].name if node.uid in own else name_for(node, f"scalar_{len(order)}")
+            name, k = base, 1
+            while name in taken:
+                k += 1
+                name = f"{base}_{k}"
+            taken.add(name)
+            let = own.get(node.uid, Let(name, node))
+            let = found[node.uid] = replace(let, name=name, node=node)
+            order.append(let)
+        return ir.sym(let.name)
+
+    def leaves_host(node: Node) -> bool:
+        return node.space == spaces.host and bool(node.args)
+
+    def rule(node: Node) -> Node:
+        if node.space == spaces.host or not node.args:
+            return node
+        return ir.rebuild(node, [scalar(a) if leaves_host(a) else a for a in node.args])
+
+    body = [let for let in program.body if let.node.space != spaces.host]
+    new = replace(program, body=tuple(body)).map(Rewriter(rule))
+    used = {n.attr for n in postorder(new.roots()) if n.op == "sym"}
+    plain = [Let(name, ir.sym(name)) for name in program.hypers if name in used]
+    return replace(new, host=tuple(plain) + tuple(order))

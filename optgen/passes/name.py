@@ -1,0 +1,65 @@
+"""name: the author's names first; a name is rebound, as the author did, once its old value is no longer needed.
+
+rewrite:
+    decode exp_avg = ...            ->  decode exp_avg = ...
+    update exp_avg = ... exp_avg        update exp_avg = ... exp_avg       (old value dead: same name)
+    update p = ... (old p used later)   update p_2 = ...
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+from dataclasses import replace
+
+from optgen.ir.node import Node
+from optgen.ir.program import Let, Schedule, Sweep
+
+RESERVED = {*keyword.kwlist, *dir(builtins), "tl", "triton", "torch", "g_ptr", "live", "b", "values", "scalars", "quotient", "Blocks", "step_key", "stream_key"}
+
+
+def last_use(lets: tuple[Let, ...], stores: tuple[Node, ...]) -> dict[int, int]:
+    """Node uid -> index of the last let (or len(lets) for a store) that reads it, not looking below other lets."""
+    bound = {let.node.uid for let in lets}
+    out: dict[int, int] = {}
+
+    def visit(root: Node, at: int) -> None:
+        stack = list(root.args)
+        while stack:
+            node = stack.pop()
+            if node.uid in bound:
+                out[node.uid] = at
+            else:
+                stack.extend(node.args)
+
+    for i, let in enumerate(lets):
+        visit(let.node, i)
+    for node in stores:
+        if node.uid in bound:
+            out[node.uid] = len(lets)
+        else:
+            visit(node, len(lets))
+    return out
+
+
+def _name_sweep(sweep: Sweep, hosts: set[str]) -> Sweep:
+    last = last_use(sweep.lets, tuple(s.node for s in sweep.stores))
+    holder: dict[str, int] = {}  # name -> uid of the node it currently names
+    out = []
+    for i, let in enumerate(sweep.lets):
+        base = let.name if let.name not in RESERVED | hosts else f"{let.name}_"
+        name, k = base, 1
+        while name in holder and last.get(holder[name], -1) > i:
+            k += 1
+            name = f"{base}_{k}"
+        holder[name] = let.node.uid
+        out.append(replace(let, name=name))
+    return replace(sweep, lets=tuple(out))
+
+
+def name(schedule: Schedule) -> Schedule:
+    """See the module's docstring."""
+    hosts = {let.name for let in schedule.program.host}
+    new = tuple(_name_sweep(s, hosts) for s in schedule.sweeps)
+    program = replace(schedule.program, body=new[-1].lets)
+    return replace(schedule, sweeps=new, program=program)

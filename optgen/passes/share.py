@@ -1,0 +1,79 @@
+"""share: a node used twice becomes one let, a let that nothing uses goes, and lets stand before their use.
+
+rewrite:
+    update a = mul(sqrt(%v:f32), $lr)
+    update b = add(sqrt(%v:f32), $eps)
+  ->
+    update sqrt_v = sqrt(%v:f32)
+    update a = mul(@sqrt_v, $lr)
+    update b = add(@sqrt_v, $eps)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from optgen.ir.node import Node, postorder
+from optgen.ir.program import Let, Program, Stage
+from optgen.ops import dtypes, spaces
+
+# Too cheap to deserve a line of their own: a conversion or a shift of a loaded value.
+_INLINE = {"neg", "not"}
+_STAGES: tuple[Stage, ...] = ("decode", "update", "encode")
+
+
+def share(program: Program) -> Program:
+    """See the module's docstring."""
+    roots = [s.node for s in program.stores]
+    live = {n.uid for n in postorder(roots)}
+    uses = Counter(a.uid for n in postorder(roots) for a in n.args)
+    uses.update(r.uid for r in roots)
+    # A block's value that elements read gets a name, so that the broadcast is the only thing beside it.
+    beside = {
+        a.uid for n in postorder(roots) if n.space == spaces.elem for a in n.args if a.space.name == "block" and a.args
+    }
+    named: dict[int, Let] = {}
+    for let in program.body:
+        if let.node.uid in live and let.node.args and let.node.space != spaces.host:
+            named.setdefault(let.node.uid, let)
+    # Stage of a node that no line of the author made: decode if only decodes need it, else where it is first used.
+    order = [let for let in program.body if let.node.uid in named and named[let.node.uid] is let]
+    out: list[Let] = []
+    done: set[int] = set()
+
+    def emit(root: Node, stage: Stage) -> None:
+        for node in postorder([root]):
+            if node.uid in done or node.space == spaces.host or not (node.args or node.op == "load"):
+                continue
+            if node.op == "load":
+                done.add(node.uid)
+                out.append(Let(_load_name(node), node, "decode"))
+            elif node.uid in named:
+                done.add(node.uid)
+                let = named[node.uid]
+                out.append(replace(let, stage=min(let.stage, stage, key=_STAGES.index)))
+            elif node.uid in beside or (uses[node.uid] > 1 and node.op not in _INLINE):
+                done.add(node.uid)
+                out.append(Let(_describe(node), node, stage))
+
+    for let in order:
+        emit(let.node, let.stage)
+    for store in program.stores:
+        emit(store.node, "encode")
+    # A kernel reads in three blocks; what an earlier block needs was given that block's stage above.
+    return replace(program, body=tuple(sorted(out, key=lambda let: _STAGES.index(let.stage))))
+
+
+def _load_name(node: Node) -> str:
+    """The buffer's name where the load is the value itself or a block's, else what it holds of it."""
+    if node.dtype is dtypes.f32 or node.space.name == "block":
+        return str(node.attr)
+    return f"{node.attr}_code" if node.dtype.is_int else f"{node.attr}_stored"
+
+
+def _describe(node: Node) -> str:
+    """A plain name by what the node does, where neither the author nor the format named it."""
+    owners = [n.attr for n in postorder([node]) if n.op == "load"]
+    base = owners[0] if owners else "word"
+    return f"{base}_{node.op}"

@@ -1,0 +1,10 @@
+"""What generated optimizers import: the torch.optim.Optimizer they derive from, and the records they fill in.
+
+Stands alone: torch and the standard library, Triton once a kernel starts; nothing of the compiler.
+"""
+
+from optgen.runtime.memory import Memory, ParameterMemory
+from optgen.runtime.optimizer import Optimizer
+from optgen.runtime.records import Field, Flag, Hyper, Variant
+
+__all__ = ["Field", "Flag", "Hyper", "Memory", "Optimizer", "ParameterMemory", "Variant"]

@@ -1,0 +1,71 @@
+"""The unit of work of a step: parameters that share a kernel and all of its scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from optgen.runtime import plans, state
+from optgen.runtime.records import Variant
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parallel lists, one entry per parameter, and what is the same for all.
+
+    params, grads  as the user holds them until `localize`, then contiguous
+    written        (the user's tensor, the contiguous copy that the step writes)
+    """
+
+    group: int
+    plan: ModuleType
+    variant: Variant
+    triton: bool
+    device: torch.device
+    grad_dtype: torch.dtype
+    step: int  # steps done
+    host: tuple[float, ...]
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[state.State] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
+    names: list[str | int] = field(default_factory=list)
+    written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def localize(self) -> None:
+        """Contiguous params and grads in logical order: the kernels see memory, not strides."""
+        for i, p in enumerate(self.params):
+            if not p.is_contiguous():
+                self.params[i] = p.contiguous()
+                self.written.append((p, self.params[i]))
+            g = self.grads[i]
+            if g.dtype != self.grad_dtype:  # fp64
+                g = g.to(self.grad_dtype)
+            self.grads[i] = g if g.is_contiguous() and not g.is_neg() else g.resolve_neg().contiguous()
+
+    def check(self) -> None:
+        for p, s, name in zip(self.params, self.states, self.names, strict=True):
+            state.check(self.variant, p, s, name)
+
+    def finish(self, host: tuple[float, ...]) -> None:
+        """Copy back what was copied, count the step, keep the host states."""
+        for user, copy in self.written:
+            user.copy_(copy)
+        for s in self.states:
+            s["step"] = self.step + 1
+            for name, value in zip(self.variant.host_names, host, strict=True):
+                s[name] = value
+
+
+def run_reference(bucket: Bucket, scalars: Sequence[float], step_key: int) -> None:
+    """One eager torch call per parameter: any device, strict maths."""
+    module = plans.part(bucket.plan, "reference")
+    function: Callable[..., None] = getattr(module, bucket.variant.function)
+    names = bucket.variant.names
+    for p, g, s, stream in zip(bucket.params, bucket.grads, bucket.states, bucket.streams, strict=True):
+        if p.numel():
+            function(p, g, *(s[name] for name in names), *scalars, step_key, stream)

@@ -1,0 +1,239 @@
+"""Reading and writing of optimizer checkpoints.
+
+torch's own load casts every floating state to the parameter's dtype, which destroys integer codes, scales
+and the low halves of split weights; so loading is done here.  It reads everything, checks everything, and
+only then hands back what the optimizer takes over: an error leaves the optimizer as it was.
+
+Two kinds of per-parameter state are understood: the fields of the parameter's own variant, copied bit for
+bit, and the dense tensors of torch.optim under the states' names, encoded on the way in.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime import layout, options, plans, state
+from optgen.runtime.records import Field, Variant, as_float
+
+Groups = list[dict[str, Any]]
+
+SHOWN = 8
+"""How many misfits an error lists before it only counts them."""
+
+
+class Misfits:
+    """Collects what is wrong, to say it at once."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def stop(self) -> None:
+        """ValueError where anything was added."""
+        if self.lines:
+            more = [f"... and {len(self.lines) - SHOWN} more"] if len(self.lines) > SHOWN else []
+            shown = "\n  ".join([*self.lines[:SHOWN], *more])
+            raise ValueError(
+                f"{self.owner}.load_state_dict: the checkpoint does not fit, nothing was loaded:\n  {shown}"
+            )
+
+
+def read(cls: Any, groups: Groups, saved: Mapping[str, Any]) -> tuple[dict[Any, state.State], Groups]:
+    """(state by parameter, groups) that `saved` makes of an optimizer of class `cls` with these groups.
+
+    Nothing in the result is shared with `saved` but Python's immutable values.  ValueError lists all misfits.
+    """
+    misfits = Misfits(cls.__name__)
+    saved_groups, saved_state = _parts(saved, misfits)
+    order = _match(groups, saved_groups, misfits)
+    merged = [_merge(cls, i, g, s, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
+    misfits.stop()
+    _known_ids(order, saved_state, misfits)
+    loaded: dict[Any, state.State] = {}
+    for group in merged:
+        for i, p in enumerate(group["params"]):
+            entry = saved_state.get(order[id(p)])
+            if entry:
+                name = group["param_names"][i] if "param_names" in group else order[id(p)]
+                made = _load_one(cls, group, p, entry, name, misfits)
+                if made is not None:
+                    loaded[p] = made
+    misfits.stop()
+    return loaded, merged
+
+
+def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+    groups, entries = saved.get("param_groups"), saved.get("state")
+    if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+        misfits.add("expected 'param_groups': a list of groups, each with 'params'")
+    if not isinstance(entries, Mapping):
+        misfits.add("expected 'state': a dict by parameter number")
+    misfits.stop()
+    assert isinstance(groups, Sequence) and isinstance(entries, Mapping)
+    return list(groups), entries
+
+
+def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, Any]:
+    """id(parameter) -> its number in the checkpoint.
+
+    By name where a group's names are the same in another order; else, as torch does, by position (renamed
+    models).  Names that agree only in part mean another model and are refused.
+    """
+    if len(groups) != len(saved):
+        misfits.add(f"expected {len(groups)} parameter groups, got {len(saved)}")
+        misfits.stop()
+    order: dict[int, Any] = {}
+    for i, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        params, numbers = group["params"], list(other["params"])
+        if len(params) != len(numbers):
+            misfits.add(f"group {i}: expected {len(params)} parameters, got {len(numbers)}")
+            continue
+        names, other_names = group.get("param_names"), other.get("param_names")
+        if names is not None and other_names is not None and list(names) != list(other_names):
+            if len(other_names) != len(numbers):
+                misfits.add(f"group {i}: expected {len(numbers)} names in 'param_names', got {len(other_names)}")
+                continue
+            missing, extra = set(names) - set(other_names), set(other_names) - set(names)
+            if not missing and not extra:
+                by_name = dict(zip(other_names, numbers, strict=True))
+                numbers = [by_name[name] for name in names]
+            elif len(missing) < len(set(names)):
+                misfits.add(f"group {i}: expected parameters {sorted(missing)}, got {sorted(extra)} in their place")
+        order.update((id(p), number) for p, number in zip(params, numbers, strict=True))
+    misfits.stop()
+    return order
+
+
+def _merge(
+    cls: Any, index: int, group: Mapping[str, Any], saved: Mapping[str, Any], misfits: Misfits
+) -> dict[str, Any]:
+    """The group as it is after loading: saved options over the present ones, present parameters."""
+    taken = {key: copy.deepcopy(value) for key, value in saved.items() if key not in options.FOREIGN}
+    if sorted(taken.get("param_names", ())) == sorted(group.get("param_names", ())):
+        taken.pop("param_names", None)  # matched by name: the present order holds
+    merged = {**group, **taken}
+    try:
+        merged.update(options.check(cls, merged))
+        merged["plan"] = options.record_plan(cls, merged["plan"], merged["params"])
+    except (TypeError, ValueError) as error:
+        misfits.add(f"group {index}: {error}")
+    return merged
+
+
+def _known_ids(order: Mapping[int, Any], saved: Mapping[Any, Any], misfits: Misfits) -> None:
+    known = set(order.values())
+    for key in saved:
+        if key not in known:
+            misfits.add(f"state of {key!r}: expected parameters of the groups only, it is in none")
+
+
+def select(cls: Any, group: Mapping[str, Any], p: Tensor) -> tuple[str, ModuleType, Variant]:
+    """(plan name, plan, variant) of a parameter under the options of its group."""
+    name = plans.plan_name(cls, group.get("plan"), p.dtype)
+    plan = plans.load(cls, name)
+    small = p.numel() < plans.small_numel(plan)
+    return name, plan, plans.variant(plan, p.dtype, small, options.flags_of(cls, group))
+
+
+def _load_one(
+    cls: Any, group: Mapping[str, Any], p: Tensor, entry: Any, name: object, misfits: Misfits
+) -> state.State | None:
+    """A state for p made of a checkpoint's entry; None where it is empty or was found not to fit."""
+    where = state.label(p, name if isinstance(name, (str, int)) else str(name))
+    if not isinstance(entry, Mapping):
+        misfits.add(f"{where}: expected a dict of states, got {entry!r}")
+        return None
+    found = {key: value for key, value in entry.items() if value is not None}
+    if not found:
+        return None
+    try:
+        plan_name, plan, variant = select(cls, group, p)
+    except (TypeError, ValueError) as error:
+        misfits.add(f"{where}: {error}")
+        return None
+    dense = is_dense(variant, p, found)
+    before = len(misfits.lines)
+    where = f"{where}, plan {plan_name}"
+    expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
+    for key in found.keys() - expected:
+        misfits.add(f"{where}: {key}: not expected (it has {', '.join(sorted(expected))})")
+    made = _scalars(variant, found, dense, where, misfits)
+    if dense:
+        if len(misfits.lines) == before:
+            values = {key: found[key].to(p.device) for key in variant.states}
+            made.update(layout.encode(plan, variant, p, values, variant.names))
+        return made
+    for f in variant.fields:
+        tensor = _field(f, p, found.get(f.name), where, misfits)
+        if tensor is not None:
+            made[f.name] = tensor
+    return made
+
+
+def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
+    """Whether an entry holds torch's dense tensors of the states, not the variant's own fields."""
+    if not variant.fields:
+        return False
+    dense = all(
+        isinstance(value := found.get(name), Tensor) and value.is_floating_point() and value.shape == p.shape
+        for name in variant.states
+    )
+    own = [f for f in variant.fields if f.name not in variant.states]
+    if not dense or any(f.name in found for f in own):
+        return False
+    return bool(own) or any(not f.torch_dtype.is_floating_point for f in variant.fields)
+
+
+def _scalars(variant: Variant, found: Mapping[str, Any], dense: bool, where: str, misfits: Misfits) -> dict[str, Any]:
+    """`step` and the host states of an entry.
+
+    torch's SGD counts no steps; where its buffer is there at all, a step was made, and that is all that a rule
+    without a count asks.
+    """
+    own = set(variant.names) - set(variant.states)
+    made: dict[str, Any] = {"step": 1}
+    if "step" in found:
+        step = state.step_count(found["step"])
+        if step is None:
+            misfits.add(f"{where}: step: expected a whole number >= 0, got {found['step']!r}")
+        made["step"] = step
+    elif own and not dense:
+        misfits.add(f"{where}: step: expected a whole number >= 0, it is missing")
+    for name in variant.host_names:
+        number = as_float(found.get(name))
+        if number is None:
+            misfits.add(f"{where}: {name}: expected a number, got {found.get(name, 'nothing')!r}")
+        made[name] = number
+    return made
+
+
+def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits) -> Tensor | None:
+    """A private, contiguous copy of a saved field on p's device; floats are cast to the declared dtype."""
+    want = state.describe(f.torch_dtype, layout.field_shape(f, p.shape))
+    if not isinstance(value, Tensor):
+        misfits.add(f"{where}: {f.name}: expected {want}, " + ("it is missing" if value is None else f"got {value!r}"))
+        return None
+    floats = f.torch_dtype.is_floating_point and value.is_floating_point()
+    if tuple(value.shape) != layout.field_shape(f, p.shape) or not (floats or value.dtype == f.torch_dtype):
+        misfits.add(f"{where}: {f.name}: expected {want}, got {state.describe(value.dtype, tuple(value.shape))}")
+        return None
+    copied = torch.empty(value.shape, dtype=f.torch_dtype, device=p.device)
+    return copied.copy_(value.detach())
+
+
+def dense_entry(plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state as torch.optim keeps it: fp32 tensors under the states' names, `step` as a tensor."""
+    dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32)}
+    for name in variant.host_names:
+        dense[name] = torch.tensor(entry[name], dtype=torch.float32)
+    dense.update(layout.decode(plan, variant, p, entry, variant.states))
+    return dense

@@ -1,0 +1,116 @@
+"""What the eager reference functions need: tensors read in storage blocks, and the element counter.
+
+The 2-D view of a tensor: ndim >= 2: rows = shape[0], columns = numel / rows; ndim <= 1: one row.  Blocks
+run along the columns of a row and never across rows; the last block of a row may be short.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rows_and_columns(shape: torch.Size) -> tuple[int, int]:
+    """(rows, columns) of the 2-D view that blocks are laid along."""
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+class Blocks:
+    """A tensor of `p`'s shape read as (rows, blocks, size); with size 1 it is left as it is.
+
+    `live` is None where every block is full, else a bool tensor (1, blocks, size) that is False in the
+    lanes past the end of a row.
+    """
+
+    def __init__(self, p: Tensor, size: int) -> None:
+        self.shape, self.size, self.device = p.shape, size, p.device
+        self.rows, self.columns = rows_and_columns(p.shape)
+        self.blocks = -(-self.columns // size)
+        self.padding = self.blocks * size - self.columns
+        self.live: Tensor | None = None
+        if size > 1 and self.padding:
+            lane = torch.arange(self.blocks * size, device=p.device)
+            self.live = (lane < self.columns).view(1, self.blocks, size)
+
+    def elements(self, x: Tensor) -> Tensor:
+        """x (shape of the parameter) as (rows, blocks, size), padded with zeros."""
+        if self.size == 1:
+            return x
+        x = x.reshape(self.rows, self.columns)
+        if self.padding:
+            x = torch.nn.functional.pad(x, (0, self.padding))
+        return x.view(self.rows, self.blocks, self.size)
+
+    def per_block(self, x: Tensor) -> Tensor:
+        """x (rows, blocks) beside the elements: (rows, blocks, 1)."""
+        return x.view(self.rows, self.blocks, 1)
+
+    def index(self) -> Tensor:
+        """The element's position in its tensor, logical row-major order; int32, wraps past 2^31."""
+        if self.size == 1:
+            flat = torch.arange(math.prod(self.shape), device=self.device)
+            return flat.to(torch.int32).view(self.shape)
+        lane = torch.arange(self.blocks * self.size, device=self.device).view(1, self.blocks, self.size)
+        row = torch.arange(self.rows, device=self.device).view(self.rows, 1, 1)
+        return (row * self.columns + lane).to(torch.int32)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Values read by `elements`, or that broadcast to them, in the parameter's shape."""
+        if self.size == 1:
+            return x.expand(self.shape)
+        x = x.expand(self.rows, self.blocks, self.size).reshape(self.rows, -1)[:, : self.columns]
+        return x.reshape(self.shape)
+
+    def flat_per_block(self, x: Tensor) -> Tensor:
+        """One value per block as (rows, blocks)."""
+        return x.expand(self.rows, self.blocks, 1).reshape(self.rows, self.blocks)
+
+    def store(self, to: Tensor, x: Tensor) -> None:
+        """Writes values read by `elements` to `to`, of the parameter's shape."""
+        to.copy_(self.flat(x))
+
+    def store_per_block(self, to: Tensor, x: Tensor) -> None:
+        """Writes one value per block to `to`, of shape (rows, blocks)."""
+        to.copy_(self.flat_per_block(x))
+
+
+def block_max(x: Tensor, live: Tensor | None) -> Tensor:
+    """The largest int32 of each block, lanes past the end left out: (rows, blocks, 1)."""
+    if live is not None:
+        x = torch.where(live, x, torch.iinfo(x.dtype).min)
+    return x.amax(-1, keepdim=True)
+
+
+def block_min(x: Tensor, live: Tensor | None) -> Tensor:
+    """The smallest int32 of each block, lanes past the end left out: (rows, blocks, 1)."""
+    if live is not None:
+        x = torch.where(live, x, torch.iinfo(x.dtype).max)
+    return x.amin(-1, keepdim=True)
+
+
+def scalars(p: Tensor, *values: float) -> tuple[Tensor, ...]:
+    """Host scalars as fp32 tensors on p's device: arithmetic with them is then IEEE on every device.
+
+    A Python number as divisor or dividend would not be: torch multiplies by its reciprocal.
+    """
+    return torch.tensor(values, dtype=torch.float64).to(torch.float32).to(p.device).unbind()
+
+
+def quotient(x: Tensor | float, y: Tensor) -> Tensor:
+    """x / y, correctly rounded also where x is a Python number."""
+    if not isinstance(x, Tensor):
+        x = torch.full_like(y, x)
+    return x / y
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """The correctly rounded fp32 square root.
+
+    torch's own on CPU is not (a vector library's: 17 % of fp32 inputs are 1 ulp off); the fp64 root rounded
+    to fp32 is, because 53 bits are more than twice 24.
+    """
+    return x.double().sqrt().float()

@@ -1,0 +1,44 @@
+"""Keys of the random numbers that stochastic rounding draws.
+
+The kernels hash (element index, stream key, step key) into one 32-bit word.  Both keys are made here:
+
+- the stream key names the parameter: a hash of its name where the optimizer was given named parameters, so
+  that neither their order nor their grouping changes a bit; else of its position over all groups;
+- the step key mixes the group's seed with the number of the parameter's step.
+
+Keys are 32 bits as signed Python ints, the form in which Triton and torch take them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
+
+
+def _mix(z: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea & Flood 2014): a bijection of 64 bits that avalanches."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+@functools.lru_cache(maxsize=1024)
+def step_key(seed: int, step: int) -> int:
+    """32 bits for step number `step` (1, 2, ...) under `seed` (its low 64 bits count)."""
+    stream = _mix((seed + _GOLDEN) & _MASK)
+    return _signed(_mix((stream + step * _GOLDEN) & _MASK) >> 32)
+
+
+@functools.lru_cache(maxsize=65536)
+def stream_key(parameter: str | int) -> int:
+    """32 bits for a parameter: its name, or its position over all groups."""
+    if isinstance(parameter, str):
+        return int.from_bytes(hashlib.blake2b(parameter.encode(), digest_size=4).digest(), "little", signed=True)
+    return _signed(_mix(((parameter + 1) * _GOLDEN) & _MASK) >> 32)

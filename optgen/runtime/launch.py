@@ -1,0 +1,230 @@
+"""Triton: one launch over all tensors of a bucket.
+
+A kernel gets two small tables on the device instead of tensors: a row of addresses and sizes per tensor
+(int64), and a list of work items (tensor row, first tile) (int32).  They are kept between steps and sent
+again only when an address or a size changes.  Tensors whose addresses are not multiples of 16 bytes, and
+those whose rows end within a block, go to kernels of their own, so that the common kernel may use wide
+accesses without masks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime import layout, plans
+from optgen.runtime.bucket import Bucket
+
+TILES = 4
+"""Full tiles per work item, where a plan does not say otherwise: amortizes the table look-ups."""
+
+ALIGNMENT = 16
+"""Bytes: the widest access of a thread."""
+
+
+@functools.cache
+def installed() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def rows(columns: Sequence[Sequence[int]], shapes: Sequence[torch.Size], streams: Sequence[int]) -> list[list[int]]:
+    """The table, a row per tensor: its addresses (p, g, the fields), numel, columns, stream key."""
+    return [
+        [*addresses, math.prod(shape), layout.grid(shape)[1], stream]
+        for *addresses, shape, stream in zip(*columns, shapes, streams, strict=True)
+    ]
+
+
+def sizes(line: Sequence[int]) -> tuple[int, int]:
+    """(numel, columns) of a table row."""
+    return line[-3], line[-2]
+
+
+def is_aligned(line: Sequence[int]) -> bool:
+    return all(address % ALIGNMENT == 0 for address in line[:-3])
+
+
+def is_ragged(line: Sequence[int], block: int) -> bool:
+    """Whether rows end within a block, so that blocks are not flat memory."""
+    numel, columns = sizes(line)
+    return columns % block != 0 and numel != columns
+
+
+def tiles(line: Sequence[int], block: int, tile: int, ragged: bool) -> int:
+    """How many tiles of `tile` elements cover the tensor; ragged: of tile / block blocks, row by row."""
+    numel, columns = sizes(line)
+    if not ragged:
+        return -(-numel // tile)
+    blocks = numel // columns * -(-columns // block)
+    return -(-blocks // (tile // block))
+
+
+def work_items(counts: Sequence[int], per_item: int) -> Tensor:
+    """int32 (items, 2): (tensor row, first tile), for tensors of `counts` tiles, `per_item` tiles each."""
+    items = torch.tensor([-(-count // per_item) for count in counts], dtype=torch.int64)
+    tensor = torch.repeat_interleave(torch.arange(len(counts)), items)
+    before = torch.repeat_interleave(items.cumsum(0) - items, items)
+    first = (torch.arange(len(tensor)) - before) * per_item
+    return torch.stack((tensor, first), dim=1).to(torch.int32)
+
+
+@dataclass(slots=True)
+class Launch:
+    """The tensors of a bucket that one kernel takes, and their tables on the device."""
+
+    aligned: bool
+    ragged: bool
+    sizes: list[tuple[int, int]]
+    table: Tensor
+    work: Tensor
+
+
+Signature = tuple[list[torch.Size], list[int], list[list[int]]]
+"""(shapes, stream keys, columns of addresses) of a bucket's tensors: while equal, the tables hold."""
+
+
+def signature(bucket: Bucket) -> Signature:
+    """Read at every step, so kept to the calls that cannot be saved."""
+    params, states = bucket.params, bucket.states
+    columns = [[p.data_ptr() for p in params], [g.data_ptr() for g in bucket.grads]]
+    columns += [[s[name].data_ptr() for s in states] for name in bucket.variant.names]
+    return [p.shape for p in params], bucket.streams, columns
+
+
+@dataclass(slots=True)
+class Tables:
+    signature: Signature
+    launches: list[Launch]
+
+
+def guard(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels start on the current device: make that the tensors' own."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class Launcher:
+    """Keeps the tables of an optimizer's buckets from step to step."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], Tables] = {}
+        self._used: dict[tuple[object, ...], Tables] = {}
+        self._alike: Counter[tuple[object, ...]] = Counter()
+
+    def begin(self) -> None:
+        """A step starts: what the step before did not use is dropped."""
+        self._kept, self._used = self._used, {}
+        self._alike.clear()
+
+    def prepare(self, bucket: Bucket) -> Tables:
+        """The bucket's tables; checks the states whenever an address or size is new."""
+        try:
+            now = signature(bucket)
+        except (KeyError, AttributeError):
+            bucket.check()  # says what is missing
+            raise
+        with guard(bucket.device):
+            stream = torch.cuda.current_stream().cuda_stream if bucket.device.type == "cuda" else 0
+            place = (bucket.group, bucket.variant, bucket.grad_dtype, bucket.device, stream)
+            self._alike[place] += 1  # several buckets where parameters have made unequally many steps
+            key = (*place, self._alike[place])
+            old = self._kept.get(key)
+            if old is None or old.signature != now:
+                bucket.check()
+                old = Tables(now, self._build(bucket, now, old))
+            self._used[key] = old
+        return old
+
+    def _build(self, bucket: Bucket, now: Signature, old: Tables | None) -> list[Launch]:
+        block, function = bucket.variant.block, bucket.variant.function
+        kernels = plans.part(bucket.plan, "triton_kernels")
+        tile, per_item = kernels.TILE[function], tiles_per_item(kernels, function)
+        parts: dict[tuple[bool, bool], list[list[int]]] = {}
+        shapes, streams, columns = now
+        for line in rows(columns, shapes, streams):
+            if sizes(line)[0]:
+                parts.setdefault((is_aligned(line), is_ragged(line, block)), []).append(line)
+        known = {(launch.aligned, launch.ragged): launch for launch in old.launches} if old else {}
+        launches = []
+        for (aligned, ragged), lines in parts.items():
+            shape = [sizes(line) for line in lines]
+            before = known.get((aligned, ragged))
+            if before is not None and before.sizes == shape:
+                work = before.work  # only addresses are new
+            else:
+                counts = [tiles(line, block, tile, ragged) for line in lines]
+                work = work_items(counts, per_item).to(bucket.device)
+            table = torch.tensor(lines, dtype=torch.int64).to(bucket.device)
+            launches.append(Launch(aligned, ragged, shape, table, work))
+        return launches
+
+
+def tiles_per_item(kernels: ModuleType, function: str) -> int:
+    given: dict[str, int] = getattr(kernels, "TILES", {})
+    return given.get(function, TILES)
+
+
+def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int) -> None:
+    """Launch; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
+    import triton.language as tl
+
+    kernels = plans.part(bucket.plan, "triton_kernels")
+    variant = bucket.variant
+    kernel: Any = getattr(kernels, variant.function)
+    grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
+    with guard(bucket.device):
+        for launch in tables.launches:
+            kernel[(launch.work.shape[0],)](
+                launch.table,
+                launch.work,
+                **dict(zip(variant.scalars, scalars, strict=True)),
+                step_key=step_key,
+                GRAD=grad,
+                TILES=tiles_per_item(kernels, variant.function),
+                RAGGED=launch.ragged,
+                ALIGNED=launch.aligned,
+                num_warps=1,
+                enable_fp_fusion=False,
+            )
+    torch.autograd.graph.increment_version(bucket.params)
+
+
+@functools.cache
+def _warn_slow(reason: str) -> None:
+    warnings.warn(f"the optimizer steps in eager torch, many times slower than fused: {reason}", stacklevel=2)
+
+
+def choose(option: str, device: torch.device, plan: ModuleType) -> bool:
+    """Whether a group's `backend` option means Triton for tensors on that device; errors say what is missing."""
+    if option == "reference":
+        return False
+    able = device.type == "cuda" and installed() and plans.has_part(plan, "triton_kernels")
+    if able or option == "auto":
+        if device.type == "cuda" and not able:
+            _warn_slow("triton is not installed" if not installed() else f"{plan.__name__} has no Triton kernels")
+        return able
+    if not installed():
+        raise RuntimeError("backend='triton', but triton is not installed")
+    if not plans.has_part(plan, "triton_kernels"):
+        raise RuntimeError(f"backend='triton', but plan {plan.__name__!r} was built without Triton kernels")
+    if device.type == "cpu" and interpreted():
+        return True
+    raise RuntimeError(f"backend='triton' does not run on {device.type} tensors (on the CPU: TRITON_INTERPRET=1)")

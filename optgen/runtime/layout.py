@@ -1,0 +1,126 @@
+"""How a parameter's tensor is seen: as rows of columns, with blocks along each row.
+
+ndim >= 2: rows = shape[0], columns = all the rest flattened; ndim <= 1: one row.  Blocks of B columns never
+cross a row; the last block of a row may be short.  This is a property of the logical tensor: memory layout,
+sharding along dim 0 and grouping do not change it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optgen.runtime import plans
+from optgen.runtime.records import Field, Variant
+
+CHUNK = 2**24
+"""Elements that encode and decode work on at a time: bounds their fp32 temporaries to 64 MiB each."""
+
+
+@functools.lru_cache(maxsize=65536)
+def grid(shape: torch.Size) -> tuple[int, int]:
+    """(rows, columns) of the 2-D view of a tensor of that shape."""
+    if len(shape) >= 2:
+        return shape[0], math.prod(shape[1:])
+    return 1, math.prod(shape)
+
+
+def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
+    """Shape of a field's tensor for a parameter of that shape."""
+    if field.per == 1:
+        return tuple(shape)
+    rows, columns = grid(shape)
+    return rows, -(-columns // field.per)
+
+
+class Piece(NamedTuple):
+    """Rows [top, bottom) x columns [left, right) of the 2-D view; `flat`: one row, seen as a 1-D tensor."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+    flat: bool
+
+    def of(self, tensor: Tensor, shape: torch.Size, per: int) -> Tensor:
+        """The piece of a parameter-shaped (per = 1) or block-shaped tensor; a view."""
+        rows, columns = grid(shape)
+        if per > 1:
+            return tensor[self.top : self.bottom, self.left // per : -(-self.right // per)]
+        view = tensor.reshape(rows, columns)[self.top : self.bottom, self.left : self.right]
+        return view[0] if self.flat else view
+
+
+def pieces(shape: torch.Size, block: int) -> Iterator[Piece]:
+    """Pieces of about CHUNK elements: whole rows, or whole blocks of one row; none where there is nothing."""
+    rows, columns = grid(shape)
+    if rows == 0 or columns == 0:
+        return
+    if len(shape) >= 2 and columns <= CHUNK:
+        height = max(1, CHUNK // columns)
+        for top in range(0, rows, height):
+            yield Piece(top, min(top + height, rows), 0, columns, False)
+        return
+    width = max(CHUNK // block, 1) * block
+    for row in range(rows):
+        for left in range(0, columns, width):
+            yield Piece(row, row + 1, left, min(left + width, columns), True)
+
+
+def empty_field(field: Field, shape: torch.Size, device: torch.device) -> Tensor:
+    return torch.empty(field_shape(field, shape), dtype=field.torch_dtype, device=device)
+
+
+def encode(
+    plan: ModuleType,
+    variant: Variant,
+    p: Tensor,
+    values: Mapping[str, Tensor | float],
+    wanted: Collection[str],
+) -> dict[str, Tensor]:
+    """The wanted fields for a weight and its states.
+
+    p       the parameter (its own dtype, any layout): gives shape, device and the weight
+    values  fp values of every state: tensors of p's shape, or one number for all elements
+    """
+    shape, device = p.shape, p.device
+    function: Callable[..., Mapping[str, Tensor]] = getattr(plans.part(plan, "reference"), f"{variant.function}_encode")
+    fields = [f for f in variant.fields if f.name in wanted]
+    out = {f.name: empty_field(f, shape, device) for f in fields}
+    weight = p.detach().contiguous()
+    dense = {name: v.contiguous() if isinstance(v, Tensor) else v for name, v in values.items()}
+    for piece in pieces(shape, variant.block):
+        part = piece.of(weight, shape, 1).to(torch.float32).contiguous()
+        arguments = {"p": part}
+        for name, value in dense.items():
+            arguments[name] = (
+                piece.of(value, shape, 1).to(torch.float32).contiguous()
+                if isinstance(value, Tensor)
+                else torch.full_like(part, value)
+            )
+        made = function(arguments)
+        for f in fields:
+            piece.of(out[f.name], shape, f.per).copy_(made[f.name])
+    return out
+
+
+def decode(
+    plan: ModuleType, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """fp32 tensors of p's shape for the wanted values: "p" (the full weight) or names of states."""
+    shape = p.shape
+    function: Callable[..., Mapping[str, Tensor]] = getattr(plans.part(plan, "reference"), f"{variant.function}_decode")
+    out = {name: torch.empty(shape, dtype=torch.float32, device=p.device) for name in wanted}
+    weight = p.detach().contiguous()
+    for piece in pieces(shape, variant.block):
+        stored = [piece.of(state[f.name], shape, f.per).contiguous() for f in variant.fields]
+        made = function(piece.of(weight, shape, 1).contiguous(), *stored)
+        for name in wanted:
+            piece.of(out[name], shape, 1).copy_(made[name])
+    return out

@@ -1,0 +1,373 @@
+"""The base class of every generated optimizer: a torch.optim.Optimizer whose states may be quantized."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import ParamsT
+
+from optgen.runtime import checkpoint, keys, launch, layout, memory, options, plans, state
+from optgen.runtime.bucket import Bucket, run_reference
+from optgen.runtime.records import Flag, Hyper, Variant, as_float, dtype_name
+
+GRADS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Gradient dtypes that kernels read; fp64 is converted to fp32."""
+
+
+class Entry(NamedTuple):
+    """A parameter, the group it is in, its position over all groups, and its name (or that position)."""
+
+    p: Tensor
+    group: dict[str, Any]
+    position: int
+    name: str | int
+
+
+class Choice:
+    """What parameters of one dtype and device take in a group: plan, backend, and the variant by their size."""
+
+    __slots__ = ("device", "dtype", "large", "limit", "plan", "small", "triton")
+
+    def __init__(self, cls: type, group: dict[str, Any], p: Tensor) -> None:
+        self.dtype, self.device = p.dtype, p.device
+        self.plan = plans.load(cls, plans.plan_name(cls, group.get("plan"), p.dtype))
+        self.triton = launch.choose(group["backend"], p.device, self.plan)
+        self.limit = plans.small_numel(self.plan)
+        flags = options.flags_of(cls, group)
+        self.large = plans.variant(self.plan, p.dtype, False, flags)
+        self.small = plans.variant(self.plan, p.dtype, True, flags)
+
+    def variant(self, p: Tensor) -> Variant:
+        return self.small if self.limit and p.numel() < self.limit else self.large
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What a generated optimizer inherits: everything but its numbers.
+
+    Options beyond the hyper-parameters, per group or for all:
+
+    plan      how states and weights are stored: a plan's name, names by parameter dtype, or None for the default
+    backend   "auto" (Triton on GPUs, eager torch elsewhere), "reference" (eager torch) or "triton"
+    seed      of the stochastic rounding; the same bits follow from the same seed, parameter names (positions
+              where parameters have none) and steps, in any order or grouping
+    maximize  step along the gradient, not against it
+    """
+
+    SPEC: ClassVar[str]
+    HYPERS: ClassVar[tuple[Hyper, ...]]
+    FLAGS: ClassVar[tuple[Flag, ...]] = ()
+    PLANS: ClassVar[tuple[str, ...]]
+    DEFAULT_PLAN: ClassVar[Mapping[str, str]]
+
+    def __init__(
+        self,
+        params: ParamsT,
+        hypers: Mapping[str, Any],
+        *,
+        plan: plans.PlanOption = None,
+        backend: str = "auto",
+        seed: int = 0,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        given = {"maximize": False, **hypers, "plan": plan, "backend": backend, "seed": seed}
+        refused = {"capturable": capturable, "differentiable": differentiable}
+        defaults = options.check(type(self), {**given, **refused})
+        self._reset_caches()
+        super().__init__(params, defaults)
+
+    def _reset_caches(self) -> None:
+        """What is derived from parameters and groups, and neither copied nor pickled."""
+        self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}
+        self._launcher = launch.Launcher()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._reset_caches()
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch puts it there; it would wander into new groups
+        for group in self.param_groups:
+            options.set_missing(group, self.defaults)
+        for entry in self._entries():
+            self._dtypes[id(entry.p)] = (entry.p, entry.p.dtype)
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__} ("]
+        for i, group in enumerate(self.param_groups):
+            shown = ", ".join(f"{k}={v!r}" for k, v in group.items() if k not in ("params", "param_names"))
+            lines.append(f"    group {i}: {len(group['params'])} parameters, {shown}")
+        return "\n".join([*lines, ")"])
+
+    # -- groups and parameters ------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; options are checked, and the plan is settled, before anything changes."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        params = param_group["params"]
+        if not isinstance(params, (Tensor, set)):
+            params = list(params)
+        tensors = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+        tensors = [p for p in tensors if isinstance(p, Tensor)]  # torch refuses the rest by name below
+        if len({id(p) for p in tensors}) != len(tensors):
+            raise ValueError(f"{type(self).__name__}: a parameter group contains a parameter twice")
+        for p in tensors:
+            self._admit(p)
+        group = {**self.defaults, **param_group}
+        found = options.check(type(self), group)
+        found["plan"] = options.record_plan(type(self), found["plan"], tensors)
+        options.warn_unknown(type(self), param_group)
+        super().add_param_group({**param_group, **found, "params": params})
+        for p in tensors:
+            self._dtypes[id(p)] = (p, p.dtype)
+
+    def _admit(self, p: Tensor) -> None:
+        """Refuses what no kernel can update rightly.  Frozen tensors may be anything."""
+        owner = type(self).__name__
+        tensor_module = sys.modules.get("torch.distributed.tensor")
+        if tensor_module is not None and isinstance(p, tensor_module.DTensor):
+            raise NotImplementedError(f"{owner} does not support DTensor parameters")
+        if not p.requires_grad:
+            return
+        if p.is_complex():
+            raise TypeError(f"{owner} does not support complex parameters; optimize torch.view_as_real(p) instead")
+        if p.layout is not torch.strided:
+            raise TypeError(f"{owner} does not support parameters of layout {p.layout}")
+        if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
+            raise ValueError(f"{owner}: a parameter of shape {list(p.shape)} is an expanded view: its elements overlap")
+
+    def _entries(self) -> Iterator[Entry]:
+        position = 0
+        for group in self.param_groups:
+            names = group.get("param_names")
+            for i, p in enumerate(group["params"]):
+                yield Entry(p, group, position, position if names is None else names[i])
+                position += 1
+
+    # -- step -----------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient.
+
+        closure   computes the loss and the gradients anew; it runs first, and its value is returned.
+        Gradients are not changed.  Errors about parameters, gradients, states and options come before any change.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._update()
+        return loss
+
+    @_disable_dynamo
+    def _update(self) -> None:
+        """The step proper; torch.compile leaves it as it is (one graph break)."""
+        buckets = self._buckets()
+        self._launcher.begin()
+        prepared = []
+        for bucket in buckets:
+            bucket.localize()
+            if bucket.triton:
+                tables = self._launcher.prepare(bucket)
+            else:
+                tables = None
+                bucket.check()
+            prepared.append((bucket, tables, *self._host_scalars(bucket)))
+        for bucket, tables, scalars, host in prepared:
+            key = keys.step_key(self.param_groups[bucket.group]["seed"], bucket.step + 1)
+            if tables is None:
+                run_reference(bucket, scalars, key)
+            else:
+                launch.run(bucket, tables, scalars, key)
+            bucket.finish(host)
+
+    def _buckets(self) -> list[Bucket]:
+        """Parameters with gradients by what they share; states that are not there yet are made.
+
+        Runs once per parameter and step, between kernels that may take less time than it: hence the locals, and the
+        look at the bucket of the parameter before, which is nearly always the right one.
+        """
+        buckets: dict[tuple[object, ...], Bucket] = {}
+        fresh: list[tuple[Bucket, int]] = []
+        position = 0
+        states, dtypes = self.state, self._dtypes
+        for number, group in enumerate(self.param_groups):
+            chosen: dict[tuple[torch.dtype, torch.device], Choice] = {}
+            names, start = group.get("param_names"), position
+            position += len(group["params"])
+            choice: Choice | None = None
+            bucket: Bucket | None = None
+            for i, p in enumerate(group["params"]):
+                g = p.grad
+                if g is None:
+                    continue
+                name = start + i if names is None else names[i]
+                dtype, device, grad_dtype = p.dtype, p.device, g.dtype
+                known = dtypes.get(id(p))
+                if known is None or known[1] is not dtype or g.layout is not torch.strided or grad_dtype not in GRADS:
+                    grad_dtype = self._check_pair(p, g, name)
+                if choice is None or dtype is not choice.dtype or device != choice.device:
+                    kind = (dtype, device)
+                    choice = chosen[kind] = chosen.get(kind) or Choice(type(self), group, p)
+                variant = choice.variant(p)
+                entry = states.get(p)
+                step = entry.get("step") if entry else None
+                if type(step) is not int or step <= 0:  # new, or put there by somebody else
+                    step = self._steps(variant, entry, p, name)
+                ready = step > 0
+                host = variant.host_start
+                if host:
+                    host = tuple([self._host_state(n, v, entry, p, name) for n, v in variant.host_states])
+                if (
+                    bucket is None
+                    or variant is not bucket.variant
+                    or grad_dtype is not bucket.grad_dtype
+                    or step != bucket.step
+                    or host != bucket.host
+                    or device != bucket.device
+                ):
+                    key = (number, variant, grad_dtype, device, step, host)
+                    made = Bucket(number, choice.plan, variant, choice.triton, device, grad_dtype, step, host)
+                    bucket = buckets.setdefault(key, made)
+                if not ready:
+                    fresh.append((bucket, len(bucket.params)))
+                bucket.params.append(p)
+                bucket.grads.append(g)
+                bucket.states.append(entry if entry is not None else {})
+                bucket.streams.append(keys.stream_key(name))
+                bucket.names.append(name)
+        if len(dtypes) > 2 * position:  # parameters were swapped for others: forget those that left
+            live = {id(p) for group in self.param_groups for p in group["params"]}
+            self._dtypes = {key: value for key, value in dtypes.items() if key in live}
+        new = [state.create(b.plan, b.variant, b.params[i], b.states[i]) for b, i in fresh]
+        for (b, i), entry in zip(fresh, new, strict=True):
+            states[b.params[i]] = b.states[i] = entry
+        return list(buckets.values())
+
+    def _check_pair(self, p: Tensor, g: Tensor, name: str | int) -> torch.dtype:
+        """Refuses gradients and parameters that no kernel takes; the dtype in which kernels read the gradient."""
+        known = self._dtypes.get(id(p))
+        if known is None:  # put into the group by somebody else, as sharding wrappers do
+            self._admit(p)
+            known = self._dtypes[id(p)] = (p, p.dtype)
+        if known[1] is not p.dtype:
+            raise RuntimeError(
+                f"{type(self).__name__}: {state.label(p, name)} was {dtype_name(known[1])} when the optimizer was "
+                f"created: convert the model first, then create the optimizer (and load the old one's "
+                f"dense_state_dict() into it)"
+            )
+        if g.layout is not torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients: {state.label(p, name)} has one"
+            )
+        if not g.is_floating_point():
+            raise TypeError(f"{type(self).__name__}: {state.label(p, name)} has a gradient of {dtype_name(g.dtype)}")
+        return g.dtype if g.dtype in GRADS else torch.float32
+
+    def _steps(self, variant: Variant, entry: state.State | None, p: Tensor, name: str | int) -> int:
+        """The steps of a state that is new or was not made here; 0 where fields may still have to be filled in."""
+        count = state.step_count(entry["step"]) if entry and "step" in entry else 0
+        if count is None:
+            raise RuntimeError(f"{state.label(p, name)}: step must be a whole number >= 0, got {entry and entry['step']!r}")
+        if entry and count:
+            entry["step"] = count
+        return count
+
+    def _host_state(self, key: str, start: float, entry: state.State | None, p: Tensor, name: str | int) -> float:
+        if not entry:
+            return start
+        value = entry.get(key, None if entry.get("step") else start)
+        if type(value) is not float:
+            value = as_float(value)
+            if value is None:
+                raise RuntimeError(f"{state.label(p, name)}: {key} must be a number, got {entry.get(key, 'nothing')!r}")
+        return value
+
+    def _host_scalars(self, bucket: Bucket) -> tuple[list[float], tuple[float, ...]]:
+        """(scalars rounded to fp32, new host states in fp64) of a bucket, computed in fp64."""
+        group, variant = self.param_groups[bucket.group], bucket.variant
+        hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.HYPERS}
+        sign = -1.0 if group["maximize"] else 1.0
+        values = variant.host(
+            bucket.step + 1, sign, **hypers, **dict(zip(variant.host_names, bucket.host, strict=True))
+        )
+        count = len(variant.scalars)
+        return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a checkpoint of this class, bit for bit, or one of torch.optim, encoding its states.
+
+        The options saved with the groups win, the plan among them; only `backend` stays.  All is checked first:
+        ValueError lists what does not fit, and nothing has changed.  Nothing stays shared with `state_dict`.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        with torch.no_grad():
+            loaded, groups = checkpoint.read(type(self), self.param_groups, state_dict)
+        self.state = defaultdict(dict, loaded)
+        self.param_groups = groups
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def dense_state_dict(self) -> dict[str, Any]:
+        """A state dict with fp32 tensors under torch's names, which torch.optim and every plan can load.
+
+        What torch has no place for (the weights' low halves, the seed, the plan) is left out: see master_weights.
+        """
+        numbers = {id(entry.p): entry.position for entry in self._entries()}
+        groups = []
+        for group in self.param_groups:
+            packed = {k: v for k, v in group.items() if k not in ("params", "plan", "backend", "seed")}
+            groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
+        dense = {}
+        with torch.no_grad():
+            for entry in self._entries():
+                kept = self.state.get(entry.p)
+                if kept:
+                    _, plan, variant = checkpoint.select(type(self), entry.group, entry.p)
+                    state.check(variant, entry.p, kept, entry.name)
+                    dense[entry.position] = checkpoint.dense_entry(plan, variant, entry.p, kept)
+        return {"state": dense, "param_groups": groups}
+
+    def master_weights(self) -> dict[str | int, Tensor]:
+        """The weights at full precision, fp32, by name (by position where parameters have no names)."""
+        weights: dict[str | int, Tensor] = {}
+        with torch.no_grad():
+            for entry in self._entries():
+                kept = self.state.get(entry.p)
+                if kept:
+                    _, plan, variant = checkpoint.select(type(self), entry.group, entry.p)
+                    state.check(variant, entry.p, kept, entry.name)
+                    weights[entry.name] = layout.decode(plan, variant, entry.p, kept, ("p",))["p"]
+                else:
+                    weights[entry.name] = entry.p.detach().to(torch.float32, copy=True).contiguous()
+        return weights
+
+    def memory(self) -> memory.Memory:
+        """Bytes of the trainable weights and of their states, made already or not yet."""
+        measured = []
+        for entry in self._entries():
+            if entry.p.requires_grad or self.state.get(entry.p):
+                name, _, variant = checkpoint.select(type(self), entry.group, entry.p)
+                measured.append(memory.measure(entry.p, entry.name, name, variant))
+        return memory.Memory(tuple(measured))

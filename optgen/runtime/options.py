@@ -1,0 +1,130 @@
+"""The options of a parameter group: checked and coerced where they enter, read again at every step."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime import plans
+from optgen.runtime.records import Flag, Hyper, as_int, dtype_name
+
+BACKENDS = ("auto", "reference", "triton")
+
+IGNORED = frozenset({"foreach", "fused"})
+"""torch's choices among its own implementations: accepted in a group, without effect."""
+
+REFUSED = {
+    "differentiable": "the step is one fused kernel that autograd does not see",
+    "capturable": "host scalars would be frozen into a CUDA graph",
+}
+
+FOREIGN = frozenset({"params", "backend", *IGNORED, *REFUSED})
+"""Keys of a saved group that say how its optimizer ran, not what it had learned: not taken over."""
+
+
+def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The coerced options among a group's keys; TypeError or ValueError where one is out of its range."""
+    owner = cls.__name__
+    found: dict[str, Any] = {}
+    hypers: Sequence[Hyper] = cls.HYPERS
+    flags: Sequence[Flag] = cls.FLAGS
+    for hyper in hypers:
+        if hyper.name in group:
+            found[hyper.name] = hyper.check(group[hyper.name], owner)
+    for name in ("maximize", *(flag.name for flag in flags if flag.nonzero is None)):
+        if name in group:
+            found[name] = _switch(group[name], name, owner)
+    if "seed" in group:
+        seed = as_int(group["seed"])
+        if seed is None:
+            raise TypeError(f"{owner}: seed must be an int, got {group['seed']!r}")
+        found["seed"] = seed
+    if "backend" in group:
+        if group["backend"] not in BACKENDS:
+            raise ValueError(f"{owner}: backend must be one of {', '.join(BACKENDS)}, got {group['backend']!r}")
+        found["backend"] = group["backend"]
+    if "plan" in group:
+        found["plan"] = _plan(cls, group["plan"])
+    for name, reason in REFUSED.items():
+        if group.get(name):
+            raise ValueError(f"{owner} does not support {name}=True: {reason}")
+    return found
+
+
+def _switch(value: object, name: str, owner: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise TypeError(f"{owner}: {name} must be True or False, got {value!r}")
+
+
+def _plan(cls: Any, option: object) -> plans.PlanOption:
+    """A plan option whose plans all exist."""
+    if option is None:
+        return None
+    if isinstance(option, str):
+        plans.load(cls, option)
+        return option
+    if isinstance(option, Mapping) and all(isinstance(k, str) and isinstance(v, str) for k, v in option.items()):
+        for dtype, name in option.items():
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ValueError(f"{cls.__name__}: plan names an unknown parameter dtype {dtype!r}")
+            plans.load(cls, name)
+        return dict(option)
+    raise TypeError(
+        f"{cls.__name__}: plan must be a plan's name, names by parameter dtype ({{'bfloat16': ...}}), or None, "
+        f"got {option!r}"
+    )
+
+
+def record_plan(cls: type, option: plans.PlanOption, params: Iterable[Tensor]) -> plans.PlanOption:
+    """The plan option with the defaults filled in for the trainable dtypes, so that a checkpoint says which
+    plan its states have even where the defaults of a later build differ."""
+    dtypes = list(dict.fromkeys(p.dtype for p in params if p.requires_grad))
+    for dtype in dtypes:
+        plan = plans.load(cls, plans.plan_name(cls, option, dtype))
+        if dtype_name(dtype) not in {v.param for v in plan.VARIANTS}:
+            plans.variant(plan, dtype, False, ())  # raises, saying what the plan was built for
+    if isinstance(option, str) or not dtypes:
+        return option
+    names = {dtype_name(dtype): plans.plan_name(cls, option, dtype) for dtype in dtypes}
+    return (
+        next(iter(names.values())) if option is None and len(set(names.values())) == 1 else {**(option or {}), **names}
+    )
+
+
+def flags_of(cls: Any, group: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
+    """The setting of every flag in a group, derived ones included."""
+    setting = []
+    for flag in cls.FLAGS:
+        on = bool(group[flag.name]) if flag.nonzero is None else _nonzero(group[flag.nonzero])
+        setting.append((flag.name, on))
+    return tuple(setting)
+
+
+def _nonzero(value: Any) -> bool:
+    return any(part != 0 for part in value) if isinstance(value, (tuple, list)) else bool(value != 0)
+
+
+def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:
+    """Groups may carry keys of the user's own; one that looks like a misspelt option is worth a word."""
+    known = [*(h.name for h in cls.HYPERS), *(f.name for f in cls.FLAGS if f.nonzero is None)]
+    known += ["maximize", "plan", "seed", "backend"]
+    for key in group:
+        if key in known or key in FOREIGN or key == "param_names":
+            continue
+        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
+        if close:
+            warnings.warn(
+                f"{cls.__name__}: parameter group option {key!r} has no effect; did you mean {close[0]!r}?",
+                stacklevel=4,
+            )
+
+
+def set_missing(group: MutableMapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    for key, value in defaults.items():
+        group.setdefault(key, value)

@@ -1,0 +1,118 @@
+"""From (class, plan name) to the plan's module, and from a parameter to its variant.
+
+A generated class stands in a package; each plan that was built is a module beside it, imported when first
+asked for.  A plan that was not built ahead is asked of `provider`, which the compiler registers where it is
+installed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from optgen.runtime.records import Variant, dtype_name
+
+provider: Callable[[type, str], ModuleType] | None = None
+"""(class, plan) -> module, for plans that were not built ahead; the module may hold its `reference` and
+`triton_kernels` as attributes.  None: only plans that were built are known."""
+
+_loaded: dict[tuple[type, str, object], ModuleType] = {}
+
+PlanOption = str | Mapping[str, str] | None
+"""A plan's name, one per parameter dtype ({"float32": "fp32"}), or None for the class' defaults."""
+
+
+def generated_class(cls: type) -> Any:
+    """The class of the MRO that was generated: subclasses and wrappers may stand in modules of their own."""
+    for base in cls.__mro__:
+        if "PLANS" in vars(base):
+            return base
+    raise TypeError(f"{cls.__name__} is not a generated optimizer: it has no PLANS")
+
+
+def plan_name(cls: type, option: PlanOption, dtype: torch.dtype) -> str:
+    """The plan of a parameter of that dtype under a group's `plan` option."""
+    if isinstance(option, str):
+        return option
+    name = dtype_name(dtype)
+    if option is not None and name in option:
+        return option[name]
+    defaults: Mapping[str, str] = generated_class(cls).DEFAULT_PLAN
+    if name not in defaults:
+        known = ", ".join(defaults) or "none"
+        raise TypeError(f"{cls.__name__} has no plan for {name} parameters (it has for: {known})")
+    return defaults[name]
+
+
+def load(cls: type, plan: str) -> ModuleType:
+    """The module of a plan; ValueError with the way to build it where there is none."""
+    base = generated_class(cls)
+    key = (base, plan, provider)
+    if key not in _loaded:
+        _loaded[key] = _find(base, plan)
+    return _loaded[key]
+
+
+def _find(base: Any, plan: str) -> ModuleType:
+    if plan in base.PLANS:
+        name = f"{base.__module__}.{plan}"
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+    if provider is not None:
+        return provider(base, plan)
+    close = difflib.get_close_matches(plan, base.PLANS, n=1)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    raise ValueError(
+        f"{base.__name__} has no plan {plan!r}: {guess}built are {', '.join(base.PLANS) or 'none'}; "
+        f"to build another: optgen build {base.SPEC} --plan {plan}"
+    )
+
+
+def part(module: ModuleType, name: str) -> ModuleType:
+    """`reference` or `triton_kernels` of a plan: an attribute of a module made in memory, else a submodule."""
+    found = getattr(module, name, None)
+    if isinstance(found, ModuleType):
+        return found
+    return importlib.import_module(f"{module.__name__}.{name}")
+
+
+@functools.cache
+def has_part(module: ModuleType, name: str) -> bool:
+    if isinstance(getattr(module, name, None), ModuleType):
+        return True
+    if not hasattr(module, "__path__"):
+        return False
+    return importlib.util.find_spec(f"{module.__name__}.{name}") is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def variant(module: ModuleType, dtype: torch.dtype, small: bool, flags: tuple[tuple[str, bool], ...]) -> Variant:
+    """The variant for parameters of that dtype; `small` falls back to the variant for all sizes."""
+    name, setting = dtype_name(dtype), dict(flags)
+    fitting = [
+        v for v in module.VARIANTS if v.param == name and all(setting.get(flag) == on for flag, on in v.flags.items())
+    ]
+    for size in (small, False):
+        for v in fitting:
+            if v.small == size:
+                return v  # type: ignore[no-any-return]
+    plan = module.__name__.rpartition(".")[2]
+    dtypes = ", ".join(dict.fromkeys(v.param for v in module.VARIANTS))
+    if name not in {v.param for v in module.VARIANTS}:
+        raise TypeError(f"plan {plan!r} was not built for {name} parameters (it was for: {dtypes})")
+    raise ValueError(f"plan {plan!r} has no kernel for {name} parameters with {setting}")
+
+
+def small_numel(module: ModuleType) -> int:
+    """Tensors with fewer elements take the variant for small tensors."""
+    return int(getattr(module, "SMALL_NUMEL", 0))

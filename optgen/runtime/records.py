@@ -1,0 +1,197 @@
+"""What a generated package tells the runtime about itself: plain records, no behaviour of their own.
+
+A generated class lists its `Hyper`s and `Flag`s; each of its plan modules lists its `Variant`s: one kernel
+each, chosen by the parameter's dtype, its size and the flags of its group.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+HostFunction = Callable[..., tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """A hyper-parameter: a number, or a tuple of numbers (`betas`), each within the range."""
+
+    name: str
+    default: float | tuple[float, ...]
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    @property
+    def range(self) -> str:
+        """The range in words, "" where any number will do."""
+        bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+    def check(self, value: object, owner: str) -> float | tuple[float, ...] | torch.Tensor:
+        """`value` as a group keeps it: Python floats; a learning rate given as a tensor stays that tensor
+        (schedulers fill it in place).  Raises TypeError or ValueError naming `owner` and the range."""
+        if isinstance(self.default, tuple):
+            if isinstance(value, torch.Tensor) and value.ndim == 1:
+                value = value.tolist()
+            if not isinstance(value, Sequence) or isinstance(value, str):
+                raise TypeError(f"{owner}: {self.name} must be {len(self.default)} numbers, got {value!r}")
+            if len(value) != len(self.default):
+                raise ValueError(
+                    f"{owner}: {self.name} must be {len(self.default)} numbers, got {len(value)}: {value!r}"
+                )
+            return tuple(self._one(part, f"{self.name}[{i}]", owner) for i, part in enumerate(value))
+        number = self._one(value, self.name, owner)
+        return value if self.name == "lr" and isinstance(value, torch.Tensor) else number
+
+    def _one(self, value: object, name: str, owner: str) -> float:
+        number = as_float(value)
+        if number is None:
+            raise TypeError(f"{owner}: {name} must be a number, got {value!r}")
+        inside = (
+            not math.isnan(number)
+            and (self.ge is None or number >= self.ge)
+            and (self.gt is None or number > self.gt)
+            and (self.le is None or number <= self.le)
+            and (self.lt is None or number < self.lt)
+        )
+        if not inside:
+            raise ValueError(f"{owner}: {name} must be {self.range or 'a number'}, got {number!r}")
+        return number
+
+    def read(self, value: object) -> float | tuple[float, ...]:
+        """The current value of the option, which schedulers may have set to anything number-like."""
+        if type(value) is float:
+            return value
+        if isinstance(self.default, tuple) and isinstance(value, Sequence):
+            return tuple(self._read_one(part) for part in value)
+        return self._read_one(value)
+
+    def _read_one(self, value: object) -> float:
+        number = as_float(value)
+        if number is None:
+            raise TypeError(f"{self.name} must be a number, got {value!r}")
+        return number
+
+
+def as_float(value: object) -> float | None:
+    """`value` as a Python float: real numbers of any kind and one-element tensors; None for all else."""
+    if isinstance(value, torch.Tensor):
+        return float(value.item()) if value.numel() == 1 and not value.is_complex() else None
+    if isinstance(value, (str, bytes, complex)):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def as_int(value: object) -> int | None:
+    """`value` as a Python int where it is one (NumPy's too), else None."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A switch: a constructor argument, or (`nonzero` given) true iff that hyper-parameter is not 0."""
+
+    name: str
+    default: bool = False
+    nonzero: str | None = None
+
+
+@dataclass(frozen=True)
+class Field:
+    """One stored tensor of a parameter's state.
+
+    per    1: shape of the parameter; B: one entry per block of B columns, shape (rows, ceil(columns / B))
+    zero   the entry that decodes to 0
+    state  what it stores part of: the name of a state, or "p" for the weight
+    """
+
+    name: str
+    dtype: str
+    per: int = 1
+    zero: int | float = 0
+    state: str = ""
+
+    @cached_property
+    def torch_dtype(self) -> torch.dtype:
+        return dtype_of(self.dtype)
+
+    @property
+    def owner(self) -> str:
+        return self.state or self.name
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One kernel of a plan.
+
+    function     name of the step function; `<function>_decode`, `<function>_encode` stand beside it
+    param        dtype of the parameter ("bfloat16")
+    small        whether it is the variant for tensors too small to be worth quantizing
+    flags        the setting of the flags that it was made for
+    fields       what is stored, in the order of the step function's arguments
+    scalars      names of its host scalars, in order
+    host         (step, grad_scale, **hypers, **host_states) -> scalars, then new host states; fp64
+    block        elements per block of the fields with per > 1
+    words        random words drawn per element; 0 where nothing is rounded stochastically
+    host_states  (name, first value) of the per-parameter numbers that stay on the host
+    init         first value of a state that does not start at zero: a number, or "param" for the weight
+    """
+
+    function: str
+    param: str
+    fields: tuple[Field, ...]
+    scalars: tuple[str, ...]
+    host: HostFunction
+    small: bool = False
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    block: int = 1
+    words: int = 0
+    stochastic: bool = False
+    host_states: tuple[tuple[str, float], ...] = ()
+    init: Mapping[str, float | str] = field(default_factory=dict)
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """Names of the tensor states, in order."""
+        return tuple(dict.fromkeys(f.owner for f in self.fields if f.owner != "p"))
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Every key of a parameter's state."""
+        return frozenset({"step", *(f.name for f in self.fields), *(name for name, _ in self.host_states)})
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f.name for f in self.fields)
+
+    @cached_property
+    def host_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.host_states)
+
+    @cached_property
+    def host_start(self) -> tuple[float, ...]:
+        return tuple(value for _, value in self.host_states)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype of that name ("bfloat16", "uint8")."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

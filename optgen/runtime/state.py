@@ -1,0 +1,90 @@
+"""The state of one parameter: plain tensors under the names of the variant's fields, `step` (int, steps
+done) and the host states (floats)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime import layout
+from optgen.runtime.records import Field, Variant, as_float, dtype_name
+
+State = dict[str, Any]
+
+
+def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{dtype_name(dtype)} {list(shape)}"
+
+
+def label(p: Tensor, name: str | int) -> str:
+    """How errors call a parameter: its name, or its position over all groups."""
+    return f"parameter {name!r} ({describe(p.dtype, tuple(p.shape))})"
+
+
+def create(plan: ModuleType, variant: Variant, p: Tensor, present: Mapping[str, Any]) -> State:
+    """A state before the first step; what `present` already holds stays as it is.
+
+    Fields of the weight, and of states with a first value of their own, are encoded; the rest is zero.
+    """
+    state: State = dict(present)
+    state["step"] = 0
+    for name, value in variant.host_states:
+        state.setdefault(name, value)
+    missing = [f for f in variant.fields if f.name not in state]
+    encoded = {f.name for f in missing if f.owner == "p" or f.owner in variant.init}
+    made = layout.encode(plan, variant, p, first_values(variant, p), encoded) if encoded else {}
+    for f in missing:
+        state[f.name] = made[f.name] if f.name in made else zeros(f, p)
+    return state
+
+
+def first_values(variant: Variant, p: Tensor) -> dict[str, Tensor | float]:
+    """What each state holds before the first step: p itself where the rule says so, else a number."""
+    values: dict[str, Tensor | float] = {}
+    for name in variant.states:
+        start = variant.init.get(name, 0.0)
+        values[name] = p.detach() if isinstance(start, str) else start
+    return values
+
+
+def zeros(field: Field, p: Tensor) -> Tensor:
+    """The field's tensor in which every entry decodes to 0."""
+    shape = layout.field_shape(field, p.shape)
+    return torch.full(shape, field.zero, dtype=field.torch_dtype, device=p.device)
+
+
+def step_count(value: object) -> int | None:
+    """A `step` as an int: ints, whole floats and one-element tensors of them; None for all else."""
+    if type(value) is int:
+        return value if value >= 0 else None
+    number = None if isinstance(value, bool) else as_float(value)
+    return int(number) if number is not None and number >= 0 and number == int(number) else None
+
+
+def problems(variant: Variant, p: Tensor, state: Mapping[str, Any]) -> Iterator[str]:
+    """What keeps a state from being one of `variant` for p; nothing where it fits."""
+    for f in variant.fields:
+        want = describe(f.torch_dtype, layout.field_shape(f, p.shape))
+        value = state.get(f.name)
+        if not isinstance(value, Tensor):
+            yield f"{f.name}: expected {want}, " + ("it is missing" if value is None else f"got {value!r}")
+        elif describe(value.dtype, tuple(value.shape)) != want:
+            yield f"{f.name}: expected {want}, got {describe(value.dtype, tuple(value.shape))}"
+        elif value.device != p.device:
+            yield f"{f.name}: expected on {p.device}, got it on {value.device}"
+        elif not value.is_contiguous():
+            yield f"{f.name}: expected a contiguous tensor, got strides {value.stride()}"
+
+
+def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int) -> None:
+    """RuntimeError where the state does not belong to (variant, p)."""
+    found = list(problems(variant, p, state))
+    if found:
+        raise RuntimeError(
+            f"the optimizer state of {label(p, name)} does not fit it (was it made under another plan, dtype or "
+            f"flag?): {'; '.join(found)}"
+        )

@@ -1,0 +1,71 @@
+"""Device functions that generated kernels share: masked access, block reductions, bf16 rounding.
+
+`MASKED` is decided at compile time: full tiles are read and written without masks.  Plain Triton only: no
+libdevice, no inline assembly, so that everything here runs in Triton's interpreter as well.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INT_MIN = tl.constexpr(-(2**31))
+INT_MAX = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def get(pointer, at, live, MASKED: tl.constexpr):
+    """What lies at pointer + at; 0 in lanes that are not live."""
+    if MASKED:
+        out = tl.load(pointer + at, mask=live, other=0)
+    else:
+        out = tl.load(pointer + at)
+    return out
+
+
+@triton.jit
+def put(pointer, at, value, live, MASKED: tl.constexpr):
+    """Writes value at pointer + at in live lanes."""
+    if MASKED:
+        tl.store(pointer + at, value, mask=live)
+    else:
+        tl.store(pointer + at, value)
+
+
+@triton.jit
+def block_max(x, live, MASKED: tl.constexpr):
+    """The largest int32 of each row of the tile; lanes that are not live do not count."""
+    if MASKED:
+        x = tl.where(live, x, INT_MIN)
+    return tl.max(x, 1)
+
+
+@triton.jit
+def block_min(x, live, MASKED: tl.constexpr):
+    """The smallest int32 of each row of the tile; lanes that are not live do not count."""
+    if MASKED:
+        x = tl.where(live, x, INT_MAX)
+    return tl.min(x, 1)
+
+
+@triton.jit
+def pointer(entry, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer in a table entry; ALIGNED promises 16 bytes, which the host has checked."""
+    out = tl.load(entry).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        # Without the hint every access is one element wide: ten times the memory instructions.
+        out = tl.multiple_of(out, 16)
+    return out
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x for x >= 0, within 3 ulp: the square of the hardware's reciprocal root."""
+    y = tl.rsqrt(x)
+    return y * y
+
+
+@triton.jit
+def rint(x):
+    """The nearest integer, half to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no bits below 1."""
+    return (x + 12582912.0) - 12582912.0

@@ -1,0 +1,404 @@
+"""Running error analysis: a spec read on intervals that enclose both its exact value and what fp32 computes.
+
+    lo, hi = spec.evaluate(Interval.point(p), Interval.point(g), t, ...)[0]
+
+Every operation is done exactly on the ends (in fp64) and then widened by one rounding of the machine:
+`unit * |x| + tiny`.  Numbers that meet an interval are host scalars or constants: exact, then rounded once
+to fp32.  So whatever a kernel rounds, in whichever direction, its result lies inside, and the distance to
+the fp64 oracle is at most the distance to the farther end.
+
+NaN ends mean that nothing is claimed: the operands may overflow to Inf - Inf, divide by 0, or were NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Union
+
+import torch
+from torch import Tensor
+
+from optgen.lang.values import clip, exp2, log2, maximum, where
+
+F32_UNIT = 2.0**-24 * (1 + 2.0**-20)  # half an ulp; the excess covers the fp64 arithmetic on the ends
+F32_TINY = 2.0**-149  # twice half the smallest subnormal step
+F32_LARGEST = float.fromhex("0x1.fffffep127")
+F32_NORMAL = 2.0**-126
+
+# Errors of the decomposed functions (passes/decompose.py) in units of half an ulp, counted from their operations:
+# exp2  truncated series 2.8 (at f = -1/2), last addition 1, products before it less than 1 together
+# log2  of the mantissa's series, which is at most 1/2: 5 coefficients, one quotient of two sums
+# cbrt  last Newton step: square 1/3, quotient 1/3, sum 1, product 1, constant 1/2
+EXP2_UNITS, LOG2_UNITS, CBRT_UNITS = 6.0, 8.0, 4.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """How the machine rounds: relative `unit`, absolute `tiny`; `reciprocal`: quotients are products with 1 / y."""
+
+    unit: float = F32_UNIT
+    tiny: float = F32_TINY
+    reciprocal: bool = False
+
+
+STRICT = Model()
+FAST_UNITS = 8
+FAST = Model(FAST_UNITS * F32_UNIT, F32_NORMAL, reciprocal=True)
+"""Fast maths: one operation of the author may become up to `FAST_UNITS` half-ulp roundings of the result.
+
+The ROUNDS rules change products, quotients, roots and the order of their factors only, so errors stay
+relative to the same results; the most expensive rule is a quotient by a sum under a common factor:
+a / (h * x + e) costs the author 3 roundings; it becomes (a / h) * rcp(x + e / h) with a / h and e / h
+rounded on the host (2), the sum (1), the reciprocal as the square of a reciprocal root (2.2 units each by the
+GPU's approximation, doubled by squaring, 1 more for the square), and 2 products: 5.4 + 2 + 1 + 2 < 3 * 8.  A
+root of a product costs the author 1.5 and becomes rsqrt, two products and a host factor: 2.2 + 3 < 1.5 * 8.
+A lone quotient costs 1 and becomes 5.4 + 1 < 8.  Subnormal results may be flushed to 0: tiny is 2^-126.
+"""
+
+Ends = Union["Interval", float, int]
+
+
+class Truth:
+    """An elementwise condition: surely true, surely false, or neither."""
+
+    __slots__ = ("no", "yes")
+
+    def __init__(self, yes: Tensor, no: Tensor) -> None:
+        self.yes, self.no = yes, no
+
+    def __and__(self, o: Truth | bool) -> Truth:
+        o = _truth(o, self)
+        return Truth(self.yes & o.yes, self.no | o.no)
+
+    def __or__(self, o: Truth | bool) -> Truth:
+        o = _truth(o, self)
+        return Truth(self.yes | o.yes, self.no & o.no)
+
+    def __xor__(self, o: Truth | bool) -> Truth:
+        o = _truth(o, self)
+        return Truth((self.yes & o.no) | (self.no & o.yes), (self.yes & o.yes) | (self.no & o.no))
+
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+
+    def __invert__(self) -> Truth:
+        return Truth(self.no, self.yes)
+
+    reader: ClassVar[_Reader]
+
+
+def _truth(c: Truth | bool, like: Truth) -> Truth:
+    if isinstance(c, Truth):
+        return c
+    yes = torch.full_like(like.yes, bool(c))
+    return Truth(yes, ~yes)
+
+
+class Interval:
+    """[lo, hi], fp64 tensors of one shape; NaN where nothing is known."""
+
+    __slots__ = ("hi", "lo", "model")
+
+    def __init__(self, lo: Tensor, hi: Tensor, model: Model = STRICT) -> None:
+        self.lo, self.hi, self.model = lo, hi, model
+
+    @classmethod
+    def point(cls, x: Tensor, model: Model = STRICT) -> Interval:
+        """Exactly x: a value that fp32 holds, such as a decoded state."""
+        x = x.to(torch.float64)
+        return cls(x, x, model)
+
+    @classmethod
+    def around(cls, x: Tensor, radius: Tensor, model: Model = STRICT) -> Interval:
+        """x within radius, both ends widened by the fp64 rounding."""
+        x, radius = x.to(torch.float64), radius.to(torch.float64) * (1 + 2.0**-50)
+        slack = x.abs() * 2.0**-52
+        return cls(x - radius - slack, x + radius + slack, model)
+
+    reader: ClassVar[_Reader]  # optgen.lang's functions ask the type for it
+
+    # -- what spec.evaluate asks of a tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.lo.shape
+
+    def clone(self) -> Interval:
+        return Interval(self.lo, self.hi, self.model)
+
+    def new_full(self, shape: tuple[int, ...], value: float) -> Interval:
+        one = _lift(value, self)
+        return Interval(one.lo.expand(shape), one.hi.expand(shape), self.model)
+
+    # -- what a caller asks
+
+    @property
+    def known(self) -> Tensor:
+        """Where anything is claimed."""
+        return ~(self.lo.isnan() | self.hi.isnan())
+
+    def distance(self, x: Tensor) -> Tensor:
+        """The largest distance of a value inside to x; inf where nothing is claimed."""
+        x = x.to(torch.float64)
+        far = torch.maximum(self.hi - x, x - self.lo)
+        return torch.where(far.isnan(), torch.inf, far)
+
+    def contains(self, x: Tensor) -> Tensor:
+        """Where x lies inside; True where nothing is claimed."""
+        x = x.to(torch.float64)
+        return ~self.known | ((self.lo <= x) & (x <= self.hi))
+
+    def magnitude(self) -> Tensor:
+        """The largest |x| inside."""
+        return torch.maximum(self.lo.abs(), self.hi.abs())
+
+    def widened(self, radius: Tensor) -> Interval:
+        return Interval(self.lo - radius, self.hi + radius, self.model)
+
+    def _under(self, model: Model) -> Interval:
+        return Interval(self.lo, self.hi, model)
+
+    # -- arithmetic
+
+    def __add__(self, o: Ends) -> Interval:
+        y = _lift(o, self)
+        lo, hi = self.lo + y.lo, self.hi + y.hi
+        opposite = ((self.hi == torch.inf) & (y.lo == -torch.inf)) | ((self.lo == -torch.inf) & (y.hi == torch.inf))
+        return _rounded(*_unknown(opposite, lo, hi), self.model)
+
+    def __mul__(self, o: Ends) -> Interval:
+        y = _lift(o, self)
+        if y is self:
+            return _rounded(*_square(self), self.model)
+        return _rounded(*_product(self, y), self.model)
+
+    def __truediv__(self, o: Ends) -> Interval:
+        y = _lift(o, self)
+        if self.model.reciprocal:
+            return self * y.rcp()
+        zero = (y.lo <= 0) & (y.hi >= 0)
+        ends = [a / b for a in (self.lo, self.hi) for b in (y.lo, y.hi)]
+        return _rounded(*_unknown(zero, *_hull(ends)), self.model)
+
+    def rcp(self) -> Interval:
+        """1 / x; in fast maths nothing is claimed where it may overflow."""
+        smallest = F32_NORMAL if self.model.reciprocal else 0.0
+        near_zero = (self.lo <= smallest) & (self.hi >= -smallest)
+        return _rounded(*_unknown(near_zero, *_hull([1 / self.lo, 1 / self.hi])), self.model)
+
+    def __neg__(self) -> Interval:
+        return Interval(-self.hi, -self.lo, self.model)
+
+    def __pos__(self) -> Interval:
+        return self
+
+    def __abs__(self) -> Interval:
+        across = (self.lo < 0) & (self.hi > 0)
+        a, b = self.lo.abs(), self.hi.abs()
+        return Interval(torch.where(across, 0.0, torch.minimum(a, b)), torch.maximum(a, b), self.model)
+
+    def __sub__(self, o: Ends) -> Interval:
+        return self + (-_lift(o, self))
+
+    def __rsub__(self, o: Ends) -> Interval:
+        return _lift(o, self) + (-self)
+
+    def __rtruediv__(self, o: Ends) -> Interval:
+        return _lift(o, self) / self
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __pow__(self, e: float) -> Interval:
+        """As traced values do it: products for small whole exponents, else exp2(e * log2(x))."""
+        if e == 0.5:
+            return self.reader.sqrt(self)
+        if isinstance(e, int) and 1 <= e <= 8 or e == 2:
+            out = self
+            for _ in range(int(e) - 1):
+                out = out * self
+            return out
+        result: Interval = where(self < F32_NORMAL, 0.0, exp2(e * log2(maximum(self, F32_NORMAL))))
+        return result
+
+    # -- comparisons
+
+    def __lt__(self, o: Ends) -> Truth:
+        y = _lift(o, self)
+        return Truth(self.hi < y.lo, self.lo >= y.hi)
+
+    def __le__(self, o: Ends) -> Truth:
+        y = _lift(o, self)
+        return Truth(self.hi <= y.lo, self.lo > y.hi)
+
+    def __gt__(self, o: Ends) -> Truth:
+        return _lift(o, self) < self
+
+    def __ge__(self, o: Ends) -> Truth:
+        return _lift(o, self) <= self
+
+    def __repr__(self) -> str:
+        return f"Interval({self.lo!r}, {self.hi!r})"
+
+
+def _lift(x: Ends, like: Interval) -> Interval:
+    """A number beside an interval: a host scalar in fp64, rounded once to fp32 (exact if fp32 holds it)."""
+    if isinstance(x, Interval):
+        return x
+    value = torch.tensor(float(x), dtype=torch.float64, device=like.lo.device)
+    if value.float().double() == value:
+        return Interval(value, value, like.model)
+    return _rounded(value, value, Model(F32_UNIT, F32_TINY))._under(like.model)
+
+
+def _rounded(lo: Tensor, hi: Tensor, model: Model) -> Interval:
+    """The interval after one rounding.  0 rounds to 0; past the largest fp32 lies Inf."""
+    low = torch.where(lo == 0, 0.0, lo - (lo.abs() * model.unit + model.tiny))
+    high = torch.where(hi == 0, 0.0, hi + (hi.abs() * model.unit + model.tiny))
+    low = torch.where(low < -F32_LARGEST, -torch.inf, low)
+    high = torch.where(high > F32_LARGEST, torch.inf, high)
+    # An infinite end that the exact value does not reach: the other end stays what the exact value may be.
+    return Interval(torch.where(lo == torch.inf, F32_LARGEST, low), torch.where(hi == -torch.inf, -F32_LARGEST, high), model)
+
+
+def _hull(ends: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Smallest and largest; NaN if any is NaN."""
+    lo = hi = ends[0]
+    for x in ends[1:]:
+        lo, hi = torch.minimum(lo, x), torch.maximum(hi, x)
+    return lo, hi
+
+
+def _unknown(where_: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(where_, torch.nan, lo), torch.where(where_, torch.nan, hi)
+
+
+def _product(x: Interval, y: Interval) -> tuple[Tensor, Tensor]:
+    def holds_zero(a: Interval) -> Tensor:
+        return (a.lo <= 0) & (a.hi >= 0)
+
+    def holds_inf(a: Interval) -> Tensor:
+        return a.lo.isinf() | a.hi.isinf()
+
+    bad = (holds_zero(x) & holds_inf(y)) | (holds_zero(y) & holds_inf(x))
+    return _unknown(bad, *_hull([a * b for a in (x.lo, x.hi) for b in (y.lo, y.hi)]))
+
+
+def _square(x: Interval) -> tuple[Tensor, Tensor]:
+    lo, hi = _hull([x.lo * x.lo, x.hi * x.hi])
+    return torch.where((x.lo < 0) & (x.hi > 0), 0.0, lo), hi
+
+
+class _Reader:
+    """The functions of optgen.lang on intervals."""
+
+    def sqrt(self, x: Interval) -> Interval:
+        return _rounded(*_unknown(x.lo < 0, x.lo.sqrt(), x.hi.sqrt()), x.model)
+
+    def rsqrt(self, x: Interval) -> Interval:
+        return 1 / self.sqrt(x)
+
+    def rcp(self, x: Interval) -> Interval:
+        return 1 / x
+
+    def max(self, a: Ends, b: Ends) -> Interval:
+        x, y = _pair(a, b)
+        return Interval(torch.maximum(x.lo, y.lo), torch.maximum(x.hi, y.hi), x.model)
+
+    def min(self, a: Ends, b: Ends) -> Interval:
+        x, y = _pair(a, b)
+        return Interval(torch.minimum(x.lo, y.lo), torch.minimum(x.hi, y.hi), x.model)
+
+    def abs(self, x: Interval) -> Interval:
+        return abs(x)
+
+    def sign(self, x: Interval) -> Interval:
+        return self._monotone(x, lambda t: torch.where(t.isnan(), t, t.sign()))
+
+    def floor(self, x: Interval) -> Interval:
+        return self._monotone(x, torch.floor)
+
+    def rint(self, x: Interval) -> Interval:
+        return self._monotone(x, torch.round)
+
+    def where(self, c: Truth | bool, a: Ends, b: Ends) -> Interval | float | int:
+        if not isinstance(c, Truth):
+            return a if c else b
+        model = next((v.model for v in (a, b) if isinstance(v, Interval)), STRICT)
+        like = Interval(torch.zeros_like(c.yes, dtype=torch.float64), torch.zeros(()), model)
+        x, y = _lift(a, like), _lift(b, like)
+        # Whether the condition holds decides alone: a branch not taken may be anything, NaN too.
+        lo = torch.where(c.yes, x.lo, torch.where(c.no, y.lo, torch.minimum(x.lo, y.lo)))
+        hi = torch.where(c.yes, x.hi, torch.where(c.no, y.hi, torch.maximum(x.hi, y.hi)))
+        return Interval(lo, hi, model)
+
+    def eq(self, a: Ends, b: Ends) -> Truth:
+        x, y = _pair(a, b)
+        same = (x.lo == x.hi) & (y.lo == y.hi) & (x.lo == y.lo)
+        return Truth(same, (x.hi < y.lo) | (y.hi < x.lo))
+
+    def exp2(self, x: Interval) -> Interval:
+        x = clip(x, -126.0, 127.0)
+        units = Model(max(x.model.unit, F32_UNIT) * EXP2_UNITS, x.model.tiny)
+        return _rounded(torch.exp2(x.lo), torch.exp2(x.hi), units)._under(x.model)
+
+    def log2(self, x: Interval) -> Interval:
+        lo, hi = _unknown(x.lo <= 0, x.lo.log2(), x.hi.log2())
+
+        def error(t: Tensor) -> Tensor:  # the sum's own rounding, and the mantissa's series, at most 1/2
+            return x.model.unit * (t.abs() + LOG2_UNITS * t.abs().clamp(max=0.5)) + x.model.tiny
+
+        return Interval(lo - error(lo), hi + error(hi), x.model)
+
+    def cbrt(self, x: Interval) -> Interval:
+        units = Model(x.model.unit * CBRT_UNITS, x.model.tiny)
+        out = _rounded(*_unknown(x.lo < 0, x.lo.abs() ** (1 / 3), x.hi.abs() ** (1 / 3)), units)
+        # Below the normal numbers the first guess is far above the root: three steps bring it down, not there.
+        high = torch.where((x.lo < F32_NORMAL) & (x.hi > 0), torch.clamp(out.hi, min=2.0**-42), out.hi)
+        return Interval(out.lo, high, x.model)
+
+    def pow(self, x: Interval, e: float) -> Interval:
+        return x**e
+
+    # Sums in any order: n - 1 roundings of partial sums of magnitudes.
+    def row_sum(self, x: Interval) -> Interval:
+        return self._sum(x, (-1,))
+
+    def col_sum(self, x: Interval) -> Interval:
+        return self._sum(x, (-2,))
+
+    def mat_sum(self, x: Interval) -> Interval:
+        return self._sum(x, (-2, -1))
+
+    def tensor_sum(self, x: Interval) -> Interval:
+        total = self._sum(x, tuple(range(x.lo.ndim)))
+        return Interval(total.lo.reshape(()), total.hi.reshape(()), x.model)
+
+    def row_max(self, x: Interval) -> Interval:
+        return self._monotone(x, lambda t: t.amax(-1, keepdim=True))
+
+    def col_max(self, x: Interval) -> Interval:
+        return self._monotone(x, lambda t: t.amax(-2, keepdim=True))
+
+    def tensor_max(self, x: Interval) -> Interval:
+        return self._monotone(x, lambda t: t.amax())
+
+    @staticmethod
+    def _monotone(x: Interval, f: Callable[[Tensor], Tensor]) -> Interval:
+        return Interval(f(x.lo), f(x.hi), x.model)
+
+    @staticmethod
+    def _sum(x: Interval, dims: tuple[int, ...]) -> Interval:
+        terms = 1
+        for d in dims:
+            terms *= x.lo.shape[d]
+        error = x.magnitude().sum(dims, keepdim=True) * (terms * x.model.unit) + terms * x.model.tiny
+        error = torch.where(x.magnitude().amax(dims, keepdim=True) == 0, 0.0, error) if terms else error
+        return Interval(x.lo.sum(dims, keepdim=True) - error, x.hi.sum(dims, keepdim=True) + error, x.model)
+
+
+Interval.reader = Truth.reader = _Reader()
+
+
+def _pair(a: Ends, b: Ends) -> tuple[Interval, Interval]:
+    like: Any = a if isinstance(a, Interval) else b
+    return _lift(a, like), _lift(b, like)

@@ -1,0 +1,1 @@
+"""One file per optimizer, and plans.py: how states are stored."""

@@ -1,0 +1,80 @@
+"""The plans that every optimizer can be built with.
+
+Bytes per parameter in the texts are AdamW's with bf16 parameters (fp32 ones where the plan is for them): weight
+and moments, without the gradient.  They are checked against what is derived from the formats.
+
+Moments are rounded stochastically unless a rule's recurrence asks for nearest (`auto`); a plan that rounds slow
+averages to nearest says in `forced` why it exists all the same.
+"""
+
+from optgen.formats import Blocked, Copy, Ecc8, Kahan, LogMinMax, Native, Plan, Split, floats, linear, scales, softsign
+
+fp32 = Plan("Everything in fp32: 12 bytes per fp32 parameter.", small_numel=0)
+
+bf16 = Plan(
+    "bf16 weight and moments, all rounded to nearest: 6 bytes per parameter.",
+    signed=floats.bf16,
+    nonneg=floats.bf16,
+    small_numel=0,
+    forced="it is what plain bf16 training does; kept as the baseline that bf16_sr is compared with",
+)
+
+bf16_sr = Plan(
+    "bf16 weight and moments, all rounded stochastically: 6 bytes per parameter.",
+    master=Native("stochastic"),
+    signed=floats.bf16_auto,
+    nonneg=floats.bf16_auto,
+    small_numel=0,
+)
+
+bf16_kahan = Plan(
+    "bf16 weight with Kahan compensation, bf16 moments rounded stochastically: 8 bytes per parameter.",
+    master=Kahan(),
+    signed=floats.bf16_auto,
+    nonneg=floats.bf16_auto,
+    small_numel=0,
+)
+
+fp32_master = Plan(
+    "bf16 weight with an fp32 copy, fp32 moments: 14 bytes per parameter.",
+    master=Copy(),
+    small_numel=0,
+)
+
+split32 = Plan(
+    "bf16 weight and its 16 missing bits, bf16 moments rounded stochastically: 8 bytes per parameter.",
+    master=Split(16),
+    signed=floats.bf16_auto,
+    nonneg=floats.bf16_auto,
+    small_numel=0,
+)
+
+int8_split24 = Plan(
+    "bf16 weight and 8 more bits, 8-bit moments, all rounded stochastically: 5.0625 bytes per parameter.",
+    master=Split(8, "stochastic"),
+    signed=Blocked(8, 64, softsign(1), scales.ue8m8, relative=True),
+    nonneg=LogMinMax(8, 64, of="sqrt"),
+)
+
+int8 = Plan(
+    "The 8-bit moments of int8_split24 for fp32 weights: 6.0625 bytes per fp32 parameter.",
+    signed=int8_split24.signed,
+    nonneg=int8_split24.nonneg,
+)
+
+int8_rn_split24 = Plan(
+    "bf16 weight and 8 more bits, 8-bit moments, all rounded to nearest: 5.0625 bytes per parameter.",
+    master=Split(8, "nearest"),
+    signed=Blocked(8, 64, softsign(1), scales.ue8m8, rounding="nearest"),
+    nonneg=Blocked(8, 64, linear, scales.ue7m9, signed=False, of="sqrt", rounding="nearest"),
+    forced="draws no random bits, the cheapest kernel there is; for runs short enough to live with stuck averages",
+)
+
+flashoptim = Plan(
+    "FlashOptim's storage, number by number: 5.125 bytes per parameter.",
+    master=Ecc8(),
+    signed=Blocked(8, 32, softsign(1), scales.fp16, rounding="nearest"),
+    nonneg=Blocked(8, 32, linear, scales.fp16, signed=False, of="sqrt", zero="keep", rounding="nearest"),
+    small_numel=0,
+    forced="its checkpoints and results can be compared only by its own numbers",
+)

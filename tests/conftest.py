@@ -1,0 +1,45 @@
+"""What all tests share: one thread per worker, Hypothesis profiles, and the skip of GPU tests."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# pytest-xdist already runs one worker per core.
+torch.set_num_threads(1)
+
+# A time limit per example would only measure the machine.  The daily profile draws the same examples each time; the
+# full one (`--hypothesis-profile=full`) draws new ones and prints how to repeat a failure.
+_common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+settings.register_profile("daily", max_examples=50, derandomize=True, **_common)
+settings.register_profile("full", max_examples=500, **_common)
+settings.load_profile("daily")
+
+
+# Triton decides when a kernel is decorated, so one process either interprets or compiles: this one interprets.
+# Tests that compile start a process of their own (see `compiling`).
+os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no GPU on this machine")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> dict[str, str]:
+    """The environment of a process in which Triton kernels run in the interpreter, on the CPU."""
+    return {**os.environ, "TRITON_INTERPRET": "1"}
+
+
+@pytest.fixture(scope="session")
+def compiling() -> dict[str, str]:
+    """The environment of a process in which Triton compiles."""
+    return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -1,0 +1,120 @@
+"""Builds one case's reference and Triton kernel from the compiler and runs both, without the runtime.
+
+Triton runs in its interpreter: a test that imports this must run in a process with TRITON_INTERPRET=1
+(tests/conftest.py sets it before triton is imported).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from optgen import passes
+from optgen.backends import host, reference, triton, wrapper
+from optgen.driver import targets
+from optgen.driver.emit import unpack_of
+from optgen.ir.program import Schedule
+from optgen.lang.spec import Spec
+from optgen.lower import lower
+from optgen.ops import dtypes
+from optgen.runtime.eager import rows_and_columns
+
+
+def spec_of(name: str) -> Spec:
+    return getattr(importlib.import_module(f"specs.{name}"), name)
+
+
+def plan_of(name: str) -> Any:
+    return getattr(importlib.import_module("specs.plans"), name)
+
+
+def schedule(
+    spec: Spec, plan: Any, param: str, maths: str, flags: Mapping[str, bool] | None = None, small: bool = False
+) -> Schedule:
+    settings = {f.name: f.default for f in spec.flags} | dict(flags or {})
+    recurrences = targets.recurrences_of(spec, tuple(sorted(settings.items())))
+    storage = plan.storage(spec.present(settings), dtypes.FROM_TORCH[param], small, recurrences)
+    return passes.run(lower(spec, settings, storage), maths)  # type: ignore[arg-type]
+
+
+def _module(path: Path, text: str) -> ModuleType:
+    path.write_text(text, encoding="utf-8")
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+class Pair:
+    """The reference and the kernel of one schedule, and a set of buffers for each."""
+
+    def __init__(self, spec: Spec, s: Schedule, folder: Path, *, kernels: Schedule | None = None) -> None:
+        kernels = kernels or s
+        self.spec, self.schedule, self.kernels = spec, s, kernels
+        names = "Blocks, block_max, block_min, quotient, scalars, sqrt"
+        text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
+        self.reference = _module(folder / "ref.py", text + "\n".join(reference.step_function(s, "f")) + "\n")
+        rendered = wrapper.render(
+            "triton.py.j2", header="", helpers=triton.helpers([kernels]), kernels=[triton.kernel(kernels, "f")], tiles={"f": 256}
+        )
+        self.triton = _module(folder / "tri.py", rendered)
+        head = "import math\nfrom optgen.runtime.scalars import divide, root\n"
+        lines = host.scalars_function(s.program, unpack_of(spec), "reference")
+        lines += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
+        self.host = _module(folder / "host.py", head + "\n".join(lines) + "\n")
+
+    def buffers(self, shape: tuple[int, ...], weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Fresh state: what stores zero, and a weight."""
+        rows, columns = rows_and_columns(torch.Size(shape))
+        out = {}
+        for b in self.schedule.program.buffers:
+            if b.role == "param":
+                out[b.name] = weight.to(getattr(torch, b.dtype.torch))
+            elif b.role != "grad":
+                size = shape if not b.space.size else (rows, -(-columns // b.space.size))
+                biased = b.dtype.name == "u8" and (b.role == "weight" or not b.owner.endswith("sq"))
+                out[b.name] = torch.full(size, 128 if biased else 0, dtype=getattr(torch, b.dtype.torch))
+        return out
+
+    def scalars(self, which: str, step: int, hypers: Mapping[str, Any]) -> tuple[float, ...]:
+        values = {h.name: h.default for h in self.spec.hypers} | dict(hypers)
+        program = (self.schedule if which == "reference" else self.kernels).program
+        return getattr(self.host, which)(step, 1.0, **values, **dict(program.host_states))[: len(program.host)]
+
+    def run_reference(self, buffers: dict[str, torch.Tensor], g: torch.Tensor, step: int, key: int, stream: int, **hypers: Any) -> None:
+        ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
+        self.reference.f(*ordered, *self.scalars("reference", step, hypers), key, stream)
+
+    def run_triton(
+        self, buffers: dict[str, torch.Tensor], g: torch.Tensor, step: int, key: int, stream: int, tiles: int = 4, **hypers: Any
+    ) -> None:
+        import triton.language as tl
+
+        ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
+        numel = g.numel()
+        rows, columns = rows_and_columns(g.shape)
+        size = triton.tile_elements(self.kernels)
+        block = self.schedule.program.block
+        ragged = block > 1 and rows > 1 and columns % block != 0
+        count = -(-rows * -(-columns // block) // (size // block)) if ragged else max(1, -(-numel // size))
+        table = torch.tensor([[t.data_ptr() for t in ordered] + [numel, columns, stream]], dtype=torch.int64)
+        work = torch.tensor([[0, first] for first in range(0, count, tiles)], dtype=torch.int32)
+        grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[g.dtype]
+        aligned = all(t.data_ptr() % 16 == 0 for t in ordered)
+        self.triton.f[(len(work),)](
+            table, work, *self.scalars("kernel", step, hypers), key, grad, tiles, ragged, aligned, num_warps=1
+        )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+__all__ = ["Pair", "plan_of", "same_bits", "schedule", "spec_of"]

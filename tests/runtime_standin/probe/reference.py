@@ -1,0 +1,2 @@
+def probe_encode(values):
+    return {"x0": values["x0"]}

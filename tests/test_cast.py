@@ -1,0 +1,111 @@
+"""cast_model: what is cast, what stays, and that the model still runs."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from optgen.cast import cast_model
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight  # tied
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("freq", torch.linspace(0, 1, 8))
+        self.register_buffer("ids", torch.arange(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.body(self.embed(x))) * self.scale + self.freq)
+
+
+def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: t.dtype for name, t in model.state_dict().items()}
+
+
+def test_casts_all_but_batch_norm_and_integers() -> None:
+    model = Net()
+    before = dict(model.named_parameters())
+    assert cast_model(model, torch.bfloat16) is model
+    for name, dtype in dtypes(model).items():
+        if name in ("ids", "norm.num_batches_tracked"):
+            assert dtype == torch.int64
+        else:
+            assert dtype == (torch.float32 if name.startswith("norm.") else torch.bfloat16), name
+    assert all(before[name] is p for name, p in model.named_parameters())
+    assert model.head.weight is model.embed.weight
+    assert model(torch.arange(4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (["body"], {"body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias", "body.2.weight", "body.2.bias"}),
+        (["body.1"], {"body.1.weight", "body.1.bias"}),
+        (["body.*.bias", "freq"], {"body.0.bias", "body.1.bias", "body.2.bias", "freq"}),
+        (["head"], {"head.weight", "embed.weight"}),  # tied
+    ],
+)
+def test_keep(keep: list[str], kept: set[str]) -> None:
+    model = cast_model(Net(), torch.float16, keep)
+    fp32 = {name for name, dtype in dtypes(model).items() if dtype == torch.float32 and not name.startswith("norm.")}
+    assert fp32 == kept
+
+
+def test_kept_modules_fit_in_between() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    x = torch.arange(6)
+    want = copy.deepcopy(model)(x)
+    cast_model(model, torch.bfloat16, ["body.0", "head", "embed"])
+    cast_model(model, torch.bfloat16, ["body.0", "head", "embed"])
+    assert len(model.body[0]._forward_hooks) == 1
+    seen = []
+    handle = model.body[0].register_forward_hook(lambda m, args, out: seen.append(args[0].dtype))
+    out = model(x)
+    assert seen == [torch.float32]
+    assert out.dtype == torch.bfloat16
+    # eight roundings to bf16 at most on the way of values of order max|want|
+    assert (out - want).abs().max() <= 8 * 2**-8 * want.abs().max()
+    out.sum().backward()
+    assert model.body[0].weight.grad.dtype == torch.float32
+    handle.remove()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), copy.deepcopy(model)(x))
+
+
+def test_gradients_follow() -> None:
+    model = nn.Linear(3, 2)
+    model(torch.ones(3)).sum().backward()
+    cast_model(model, torch.bfloat16)
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.bfloat16
+    assert torch.equal(model.weight.grad, torch.ones(2, 3, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keep", "error", "text"),
+    [
+        (torch.int8, [], TypeError, "floating-point"),
+        ("bfloat16", [], TypeError, "floating-point"),
+        (torch.bfloat16, ["haed"], ValueError, "did you mean 'head'"),
+        (torch.bfloat16, "head", TypeError, "list of patterns"),
+    ],
+)
+def test_errors_change_nothing(dtype: object, keep: object, error: type[Exception], text: str) -> None:
+    model = Net()
+    before = dtypes(model)
+    with pytest.raises(error, match=text):
+        cast_model(model, dtype, keep)  # type: ignore[arg-type]
+    assert dtypes(model) == before

@@ -1,0 +1,74 @@
+"""The demo's own parts: the same text, batches and start for everybody, and an honest sentence at the end."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import demo
+import demo_model
+from demo_model import Corpus, Size
+
+SMALL = Size(layers=1, width=16, heads=2, context=16, batch=4)
+
+
+@pytest.fixture(scope="module")
+def text() -> Corpus:
+    """A made-up text of two pieces."""
+    data = torch.arange(4096, dtype=torch.int64).remainder(7).to(torch.uint8)
+    return Corpus(data, data.clone(), 1, "made up")
+
+
+def train(text: Corpus, dtype: torch.dtype, seed: int, steps: int = 30) -> demo_model.Run:
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    return demo_model.train(text, SMALL, make, dtype=dtype, steps=steps, seed=seed, peak=1e-2)
+
+
+def test_the_text_is_split_without_overlap() -> None:
+    got = demo_model.corpus()
+    assert len(got.validation) * 14 <= len(got.train) <= len(got.validation) * 16
+    assert got.digest == demo_model.corpus().digest
+
+
+def test_a_run_depends_on_its_seed_alone(text: Corpus) -> None:
+    assert train(text, torch.float32, 0).validation == train(text, torch.float32, 0).validation
+    assert train(text, torch.float32, 0).validation != train(text, torch.float32, 1).validation
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_the_model_learns_and_its_bytes_are_counted(text: Corpus, dtype: torch.dtype, bytes_each: int) -> None:
+    run = train(text, dtype, 0)
+    # The made-up text repeats: the next byte is certain, while a guess among its 7 values costs log 7.
+    assert run.final < math.log(7)
+    assert run.weight_bytes == bytes_each * run.parameters
+    assert run.state_bytes == 2 * bytes_each * run.parameters
+
+
+def test_the_sentence_follows_the_numbers() -> None:
+    def runs(*finals: float) -> list[demo_model.Run]:
+        return [demo_model.Run([(1, loss)], 0, 0, 1, 0.0, 0.0) for loss in finals]
+
+    base = runs(1.0, 2.0, 3.0)
+    near = demo.difference(runs(1.01, 1.99, 3.0), base)
+    assert near.mean == pytest.approx(0)
+    assert near.noise == pytest.approx(1)
+    assert near.half_width == pytest.approx(4.303 * 0.01 / math.sqrt(3))
+    assert "no difference that these seeds can show" in near.sentence("x")
+    assert "measurably worse" in demo.difference(runs(1.1, 2.1, 3.101), base).sentence("x")
+    assert "measurably better" in demo.difference(runs(0.9, 1.9, 2.899), base).sentence("x")
+    assert "more seeds are needed" in demo.difference(runs(1.1), runs(1.0)).sentence("x")
+
+
+def test_rate_warms_up_and_falls_to_a_tenth() -> None:
+    rates = [demo_model.rate(step, 200, 1.0) for step in range(200)]
+    assert max(rates) == pytest.approx(1)
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)

@@ -1,0 +1,95 @@
+"""The closed table of errors: every code has a case, every case prints exactly its golden text.
+
+A case is a Python file named after its code.  It raises while it is loaded, or from its `case()`, or when its
+specs are checked.  UPDATE_GOLDEN=1 rewrites the texts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from optgen.base.errors import TABLE, UserError, did_you_mean
+from optgen.base.loc import Loc
+from optgen.lang import Spec
+from optgen.lang.source import forget
+
+ROOT = Path(__file__).parent.parent
+CASES = sorted((ROOT / "tests/cases/errors").glob("E*.py"))
+
+
+def load(path: Path) -> ModuleType:
+    """The file as a module, under a name that no other has."""
+    forget(str(path))
+    made = importlib.util.spec_from_file_location(f"case_{path.stem}", path)
+    assert made is not None
+    assert made.loader is not None
+    module = importlib.util.module_from_spec(made)
+    made.loader.exec_module(module)
+    return module
+
+
+def provoke(path: Path) -> UserError:
+    with pytest.raises(UserError) as caught:
+        module = load(path)
+        if hasattr(module, "case"):
+            module.case()
+        for spec in [x for x in vars(module).values() if isinstance(x, Spec)]:
+            spec.check()
+    return caught.value
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)
+def test_prints_its_golden_text(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    error = provoke(path)
+    golden = path.with_suffix(".txt")
+    text = f"{error}\n"
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        golden.write_text(text)
+    assert error.code == path.stem.split("_")[0]
+    assert text == golden.read_text()
+
+
+def test_every_code_has_a_case_and_every_case_a_code() -> None:
+    assert {p.stem.split("_")[0] for p in CASES} == set(TABLE)
+
+
+def test_every_golden_text_has_a_case() -> None:
+    texts = {p.stem for p in (ROOT / "tests/cases/errors").glob("*.txt")}
+    assert texts == {p.stem for p in CASES}
+
+
+def test_the_table_is_in_order() -> None:
+    assert list(TABLE) == sorted(TABLE)
+
+
+def test_no_text_has_an_unfilled_field_or_an_empty_line() -> None:
+    for path in CASES:
+        for line in path.with_suffix(".txt").read_text().splitlines():
+            assert line.strip()
+            assert "{" not in line or "|" in line
+
+
+def test_carets_count_characters_not_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "greek.py"
+    file.write_text("x = 'βeta' + y\n")
+    start = len("x = 'βeta' + ".encode())
+    lines = str(UserError("E104", loc=Loc(str(file), 1, start, 1, start + 1), got="y")).splitlines()
+    assert lines[2].index("y") == lines[3].index("^")
+
+
+def test_two_places_are_printed_in_order() -> None:
+    here = Loc(__file__, 1, 0, 1, 3, "first"), Loc(__file__, 2, 0, 2, 1, "second")
+    text = str(UserError("E104", loc=here, got="x"))
+    assert text.index("in first") < text.index("in second")
+
+
+def test_did_you_mean() -> None:
+    assert did_you_mean("amsgrd", ["amsgrad", "nesterov"]) == "did you mean 'amsgrad'?"
+    assert did_you_mean("zzz", ["b", "a"]) == "known: a, b"
+    assert did_you_mean("zzz", []) == ""

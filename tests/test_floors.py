@@ -1,0 +1,155 @@
+"""Who may import whom.  Read from the syntax trees: imports inside functions count like all others."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# room -> the optgen rooms it may import, beside itself
+ROOMS: dict[str, set[str]] = {
+    "base": set(),
+    "ops": {"base"},
+    "ir": {"ops", "base"},
+    "lang": {"ir", "ops", "base"},
+    "formats": {"lang", "ir", "ops", "base"},
+    "passes": {"ir", "ops", "base"},
+    "backends": {"ir", "ops", "base"},
+    "lower": {"lang", "formats", "ir", "ops", "base"},
+    "verify": {"lower", "passes", "backends", "formats", "lang", "ir", "ops", "base", "runtime"},
+    "driver": {"verify", "lower", "passes", "backends", "formats", "lang", "ir", "ops", "base", "runtime"},
+    "runtime": set(),
+    "cast": {"runtime"},
+    "optim": {"_generated"},
+    "_generated": set(),
+}
+
+# room -> what it may import from outside the standard library
+OUTSIDE: dict[str, set[str]] = {
+    "base": set(),
+    "ops": set(),
+    "ir": set(),
+    "lang": {"sympy", "torch", "numpy"},
+    "formats": {"sympy", "torch", "numpy"},
+    "passes": set(),
+    "backends": {"jinja2"},
+    "lower": set(),
+    "verify": {"sympy", "torch", "numpy", "hypothesis"},
+    "driver": {"typer", "rich", "torch", "jinja2", "hypothesis", "click"},
+    "runtime": {"torch", "triton"},
+    "cast": {"torch"},
+    "optim": set(),
+    "_generated": set(),
+}
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything a file imports; `from a import b` counts as a.b.
+
+    What stands under `if TYPE_CHECKING:` is never executed, but shows a dependency all the same: it counts.
+    """
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__") and node.args:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str) and not first.value.startswith("."):
+                yield node.lineno, first.value
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def files(folder: str) -> list[Path]:
+    """The modules of a folder, or the one module of that name."""
+    single = ROOT / f"{folder}.py"
+    return [single] if single.is_file() else sorted((ROOT / folder).rglob("*.py"))
+
+
+def outside(name: str) -> str | None:
+    """The top-level package if it is neither optgen nor of the standard library."""
+    top = name.partition(".")[0]
+    return None if top in sys.stdlib_module_names or top == "optgen" else top
+
+
+def test_every_room_has_a_floor() -> None:
+    package = ROOT / "optgen"
+    rooms = {p.parent.name for p in package.glob("*/*.py")} | {p.stem for p in package.glob("*.py")} - {"__init__"}
+    assert rooms <= set(ROOMS), "a new room needs its row in ROOMS and OUTSIDE"
+    assert set(ROOMS) == set(OUTSIDE)
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    """`import optgen.runtime` runs optgen/__init__.py: what it offers of the compiler, it imports when asked."""
+    body = ast.parse((ROOT / "optgen" / "__init__.py").read_text(encoding="utf-8")).body
+    names = [a.name for node in body if isinstance(node, ast.Import) for a in node.names]
+    names += [node.module or "." for node in body if isinstance(node, ast.ImportFrom) if not node.level]
+    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in body)
+    assert [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names] == []
+
+
+def test_floors_have_no_cycle() -> None:
+    done: set[str] = set()
+    while len(done) < len(ROOMS):
+        ready = {room for room, below in ROOMS.items() if room not in done and below <= done}
+        assert ready, f"a cycle among {sorted(set(ROOMS) - done)}"
+        done |= ready
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_room(room: str) -> None:
+    wrong = []
+    for path in files(f"optgen/{room}"):
+        for line, name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "optgen" and len(parts) > 1 and parts[1] != room and parts[1] not in ROOMS[room]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} must not import optgen.{parts[1]}")
+            package = outside(name)
+            if package is not None and package not in OUTSIDE[room]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} must not import {package}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("folder", "rooms", "packages"),
+    [
+        ("specs", {"lang", "formats"}, {"specs"}),
+        ("examples", {"lang", "formats"}, set()),
+        ("generated", {"runtime"}, {"torch", "triton", "generated"}),
+    ],
+)
+def test_what_users_read(folder: str, rooms: set[str], packages: set[str]) -> None:
+    wrong = []
+    for path in files(folder):
+        for line, name in imports(path):
+            parts = name.split(".")
+            bad_room = parts[0] == "optgen" and parts[1:2] != [] and parts[1] not in rooms
+            package = outside(name)
+            if bad_room or (package is not None and package not in packages):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {folder}/ must not import {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_reader_of_imports_sees_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    path = tmp_path / "optgen" / "base" / "x.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "import a.b\nfrom c import d\nfrom . import e\nfrom ..ir import f\n"
+        "def g():\n    import h\n    importlib.import_module('optgen.lower')\n"
+    )
+    names = {name for _, name in imports(path)}
+    assert names == {"a.b", "c.d", "optgen.base.e", "optgen.ir.f", "h", "optgen.lower"}

@@ -1,0 +1,725 @@
+"""The language: what a signature declares, what a trace says, and that all readings of a rule agree."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+
+from optgen.base import names
+from optgen.base.errors import UserError
+from optgen.ir.node import Node, postorder
+from optgen.lang import (
+    Spec,
+    clip,
+    col,
+    col_mean,
+    dot,
+    equal,
+    flag,
+    hyper,
+    mat_mean,
+    maximum,
+    mean,
+    nonneg,
+    norm,
+    optimizer,
+    policies,
+    rms,
+    row,
+    row_max,
+    row_mean,
+    rsqrt,
+    scalar,
+    shape_flag,
+    sign,
+    sqrt,
+    state,
+    tensor_state,
+    where,
+)
+from optgen.lang.declare import conditions
+from optgen.lang.plain import plain_formulas
+from optgen.lang.probe import Run
+from optgen.lang.symbolic import formulas, latex, recurrence
+from optgen.ops import spaces
+
+SPECS = Path(__file__).parent.parent / "specs"
+NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans"))
+
+
+def spec_of(name: str) -> Spec:
+    return getattr(importlib.import_module(f"specs.{name}"), name)
+
+
+SETTINGS = [(name, setting) for name in NAMES for setting in spec_of(name).settings()]
+
+
+def setting_id(case: tuple[str, dict[str, bool]]) -> str:
+    return "-".join([case[0], *(k for k, on in case[1].items() if on)])
+
+
+# -- specs that are only here
+
+
+def smooth(old: Any, new: Any, beta: Any) -> Any:
+    kept = beta * old
+    added = (1 - beta) * new
+    return kept + added
+
+
+def both(a: Any, b: Any) -> Any:
+    """The first value is not the last that is computed."""
+    first = a + b
+    second = a - b
+    return first, second
+
+
+def unchanged(x: Any) -> Any:
+    """Computes, and gives back what it was given."""
+    _ = x * x
+    return x
+
+
+@optimizer(cite="nobody")
+def many_ways(
+    p, g, t,
+    m=state(),
+    v=state(nonneg),
+    best=state(when="tracked"),
+    *,
+    lr=hyper(1e-3, ge=0),
+    betas=hyper((0.9, 0.99), ge=0, lt=1),
+    pair=hyper((1.0, 2.0)),
+    tracked=flag(False),
+):  # fmt: skip
+    """Every way in which a statement can name a value."""
+    beta1, beta2 = betas
+    m = smooth(m, g, beta1)  # a helper's last operation
+    v = smooth(v, g * g, beta2)
+    total, gap = both(m, g)
+    half, third = m / 2, m / 3
+    half += third
+    same = unchanged(half)
+    alias = same
+    if tracked:
+        best = best + m
+    chosen = best if tracked else (
+        m
+        * 2
+    )  # fmt: skip
+    noted: Any = chosen * pair[0]
+    for _ in range(3):
+        noted = noted * 0.5
+    parts = [noted * k for k in (1.0, 2.0)]
+    u = (inner := parts[0] + parts[1]) * pair[1]
+    m = m + 0 * t
+    p = p - lr * (u + inner + alias + total + gap)
+    return p, m, v, best
+
+
+@optimizer(cite="You et al. 2020, arXiv:1904.00962")
+def lamb(
+    p, g, t,
+    m=state(normalized_by="v"),
+    v=state(nonneg),
+    *,
+    lr=hyper(1e-3, ge=0),
+    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    eps=hyper(1e-6, ge=0),
+    weight_decay=hyper(0.01, ge=0),
+):  # fmt: skip
+    beta1, beta2 = betas
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+    u = m_hat / (sqrt(v_hat) + eps) + weight_decay * p
+    p_norm, u_norm = norm(p), norm(u)
+    trust = where((p_norm > 0) & (u_norm > 0), p_norm / u_norm, 1.0)
+    p = p - lr * trust * u
+    return p, m, v
+
+
+def rank1_rsqrt(r: Any, c: Any) -> Any:
+    """1 / sqrt of the rank-one second moment r c' / mean(r)."""
+    return rsqrt(r / mat_mean(r)) * rsqrt(c)
+
+
+@optimizer(cite="Luo et al. 2023, arXiv:2307.02047", name="CAME")
+def came(
+    p, g,
+    m=state(),
+    v=state(nonneg, when="not factored"),
+    r=row(nonneg, when="factored"),
+    c=col(nonneg, when="factored"),
+    r_res=row(nonneg, when="factored"),
+    c_res=col(nonneg, when="factored"),
+    *,
+    lr=hyper(2e-4, ge=0),
+    eps=hyper((1e-30, 1e-16), ge=0),
+    clip_threshold=hyper(1.0, gt=0),
+    betas=hyper((0.9, 0.999, 0.9999), ge=0, lt=1),
+    weight_decay=hyper(0.0, ge=0),
+    factored=shape_flag(lambda shape: len(shape) >= 2),
+):  # fmt: skip
+    beta1, beta2, beta3 = betas
+    eps_sq, eps_res = eps
+    sq = g * g + eps_sq
+    if factored:
+        r = beta2 * r + (1 - beta2) * row_mean(sq)
+        c = beta2 * c + (1 - beta2) * col_mean(sq)
+        u = g * rank1_rsqrt(r, c)
+    else:
+        v = beta2 * v + (1 - beta2) * sq
+        u = g * rsqrt(v)
+    u = u / maximum(1.0, rms(u) / clip_threshold)
+    m = beta1 * m + (1 - beta1) * u
+    u = m
+    if factored:
+        res = (sq * 0 + u - g) ** 2 + eps_res
+        r_res = beta3 * r_res + (1 - beta3) * row_mean(res)
+        c_res = beta3 * c_res + (1 - beta3) * col_mean(res)
+        u = m * rank1_rsqrt(r_res, c_res)
+    p = policies.decoupled(p, lr, weight_decay)
+    p = p - lr * u
+    return p, m, v, r, c, r_res, c_res
+
+
+@optimizer()
+def tensor_wise(p, g, scale=tensor_state(nonneg), mu=scalar(1.0), *, lr=hyper(0.1), decay=hyper(0.5)):
+    scale = decay * scale + mean(g * g)
+    mu = mu * decay
+    p = p - lr * mu * g / (1 + scale) - 0 * dot(p, g)
+    return p, scale, mu
+
+
+# -- names
+
+
+def names_of(spec: Spec, **flags: bool) -> list[str]:
+    return [let.name for let in spec.trace(flags).lets]
+
+
+def let(spec: Spec, name: str, k: int = -1, **flags: bool) -> Any:
+    return [x for x in spec.trace(flags).lets if x.name == name][k]
+
+
+def test_a_let_for_each_named_statement_in_order() -> None:
+    assert names_of(many_ways) == [
+        "m", "v", "total", "gap", "half", "third", "half", "chosen", "noted", "noted", "noted", "noted", "inner", "u",
+        "m", "p",
+    ]  # fmt: skip
+    assert "best" in names_of(many_ways, tracked=True)
+    assert "chosen" not in names_of(many_ways, tracked=True)  # `best if tracked` makes nothing
+
+
+def test_the_spec_of_many_ways_is_sound() -> None:
+    many_ways.check()
+
+
+def test_a_let_is_what_the_name_is_bound_to() -> None:
+    assert repr(let(many_ways, "total").node).startswith("add(")
+    assert repr(let(many_ways, "gap").node).startswith("sub(")
+    assert repr(let(many_ways, "half", 0).node).startswith("div(")
+    assert let(many_ways, "half").node.op == "add"
+    assert "same" not in names_of(many_ways)  # the helper computed, but gave back its argument
+    assert "alias" not in names_of(many_ways)
+    assert let(many_ways, "m").node is many_ways.trace().states["m"]
+
+
+def test_a_let_carries_the_authors_line_and_place() -> None:
+    lines = Path(__file__).read_text().splitlines()
+    for x in many_ways.trace().lets:
+        assert x.loc is not None
+        assert x.loc.file == __file__
+        assert x.loc.function == "many_ways"
+        text = " ".join(" ".join(lines[x.loc.line - 1 : x.loc.end_line]).split())
+        assert text.split("  #")[0].startswith(x.line)
+    assert let(many_ways, "m", 0).line == "m = smooth(m, g, beta1)"
+    assert let(many_ways, "chosen").line == "chosen = best if tracked else ( m * 2 )"
+
+
+def test_every_operation_has_a_place_in_the_spec_or_its_helpers() -> None:
+    trace = many_ways.trace()
+    for node in postorder([trace.p, *trace.states.values()]):
+        if node.args:
+            assert trace.places[node.uid].file == __file__
+
+
+def test_the_authors_function_is_left_alone() -> None:
+    assert many_ways.function.__code__.co_filename == __file__
+    assert not hasattr(many_ways.function, "__wrapped__")
+    assert many_ways.function.__defaults__ is not None
+    # Called with numbers it computes.
+    out = lamb(0.5, 0.1, 1, 0.0, 0.0, lr=0.1, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0)
+    assert len(out) == 3
+
+
+def test_a_trace_is_made_once() -> None:
+    assert lamb.trace() is lamb.trace({})
+    assert many_ways.trace({"tracked": False}) is many_ways.trace()
+    assert many_ways.trace({"tracked": True}) is not many_ways.trace()
+
+
+def test_spelling_of_names() -> None:
+    assert doctest.testmod(names).failed == 0
+
+
+# -- declarations
+
+
+def test_parts_of_tuples_take_the_authors_names() -> None:
+    assert many_ways.hyper("betas").parts == ("beta1", "beta2")
+    assert many_ways.hyper("pair").parts == ("pair_0", "pair_1")
+    assert many_ways.hyper("lr").parts == ("lr",)
+    trace = many_ways.trace()
+    leaves = {n.attr for n in postorder([trace.p, trace.states["m"]]) if n.op == "sym"}
+    assert {"beta1", "pair_0", "pair_1", "lr", "step"} <= leaves
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"), [(0.0, True), (0.999, True), (1.0, False), (-1e-9, False), (math.nan, False), (math.inf, False)]
+)
+def test_ranges(value: float, fits: bool) -> None:
+    assert many_ways.hyper("betas").allows(value) is fits
+
+
+def test_range_in_words() -> None:
+    assert many_ways.hyper("betas").range == ">= 0 and < 1"
+    assert came.hyper("clip_threshold").range == "> 0"
+    assert many_ways.hyper("pair").range == ""
+
+
+def test_docs_and_names() -> None:
+    assert many_ways.class_name == "ManyWays"
+    assert came.class_name == "CAME"
+    assert many_ways.doc == "Every way in which a statement can name a value."
+    assert lamb.doc == __doc__  # without one of its own, the module's
+    assert many_ways.loc.line == many_ways.function.__code__.co_firstlineno + 1
+
+
+def test_conditions() -> None:
+    assert conditions(None) == ()
+    assert conditions("a") == (("a", True),)
+    assert conditions("a and not b") == (("a", True), ("b", False))
+
+
+def test_states_that_are_off_are_missing() -> None:
+    assert set(many_ways.trace().states) == {"m", "v"}
+    assert set(many_ways.trace({"tracked": True}).states) == {"m", "v", "best"}
+    assert set(came.trace({"factored": True}).states) == {"m", "r", "c", "r_res", "c_res"}
+    assert set(came.trace({"factored": False}).states) == {"m", "v"}
+
+
+def test_derived_flags_follow_the_hyper_parameter() -> None:
+    sgd = spec_of("sgd")
+    assert sgd.flag_values({"momentum": 0.0}) == {"nesterov": False, "has_momentum": False}
+    assert sgd.flag_values({"momentum": 0.9, "nesterov": True}) == {"nesterov": True, "has_momentum": True}
+    assert [f.name for f in sgd.flags if f.derived] == ["has_momentum"]
+
+
+def test_shape_flags_follow_the_shape() -> None:
+    assert came.flag_values({}, (3, 4)) == {"factored": True}
+    assert came.flag_values({}, (3,)) == {"factored": False}
+    _, states, _ = came.evaluate(torch.ones(3), torch.ones(3), 1)
+    assert set(states) == {"m", "v"}
+    _, states, _ = came.evaluate(torch.ones(2, 3, 4), torch.ones(2, 3, 4), 1)
+    assert {k: tuple(v.shape) for k, v in states.items()} == {
+        "m": (2, 3, 4), "r": (2, 3, 1), "c": (2, 1, 4), "r_res": (2, 3, 1), "c_res": (2, 1, 4),
+    }  # fmt: skip
+
+
+def test_settings_start_with_the_defaults_and_are_all_different() -> None:
+    adamw = spec_of("adamw")
+    settings = adamw.settings()
+    assert settings[0] == {"amsgrad": False, "decouple_lr": False}
+    assert len({tuple(s.items()) for s in settings}) == 4
+
+
+def test_init_from_the_parameter() -> None:
+    p = torch.randn(4, dtype=torch.float64)
+    _, states, _ = spec_of("madgrad").evaluate(p, torch.zeros_like(p), 1)
+    assert torch.equal(states["x0"], p)
+    assert states["x0"] is not p
+
+
+def test_unknown_names_are_refused() -> None:
+    for call in (
+        lambda: many_ways.trace({"traced": True}),
+        lambda: lamb.evaluate(1.0, 1.0, 1, {"mm": 0.0}),
+        lambda: lamb.evaluate(1.0, 1.0, 1, weight_decy=0.0),
+        lambda: tensor_wise.evaluate(1.0, 1.0, 1, {}, {"nu": 1.0}),
+    ):
+        with pytest.raises(UserError) as caught:
+            call()
+        assert caught.value.code == "E118"
+        assert "did you mean" in caught.value.hint or "known" in caught.value.hint
+
+
+# -- spaces
+
+
+def test_lamb_reduces_to_tensor_space() -> None:
+    lamb.check()
+    where_ = {x.name: x.node.space for x in lamb.trace().lets}
+    assert where_ == {
+        "m": spaces.elem, "v": spaces.elem, "m_hat": spaces.elem, "v_hat": spaces.elem, "u": spaces.elem,
+        "p_norm": spaces.tensor, "u_norm": spaces.tensor, "trust": spaces.tensor, "p": spaces.elem,
+    }  # fmt: skip
+
+
+def test_came_keeps_rows_and_columns() -> None:
+    came.check()
+    trace = came.trace({"factored": True})
+    assert {k: n.space for k, n in trace.states.items()} == {
+        "m": spaces.elem, "r": spaces.row, "c": spaces.col, "r_res": spaces.row, "c_res": spaces.col,
+    }  # fmt: skip
+    means = [n for n in postorder([trace.p]) if n.op == "mat_sum"]
+    assert {n.space for n in means} == {spaces.mat}
+    assert {n.args[0].space for n in means} == {spaces.row}
+    extents = {n.attr for n in postorder([trace.p]) if n.op == "extent"}
+    assert extents == {"rows", "columns", "elements"}
+
+
+def test_lamb_is_lamb() -> None:
+    p, g = torch.randn(2, 5, 6, dtype=torch.float64)
+    new, states, _ = lamb.evaluate(p, g, 1)
+    u = g / (g.abs() + 1e-6) + 0.01 * p
+    torch.testing.assert_close(new, p - 1e-3 * p.norm() / u.norm() * u, rtol=1e-12, atol=0)
+    torch.testing.assert_close(states["v"], 1e-3 * g * g, rtol=1e-12, atol=0)
+    zero = torch.zeros(3, dtype=torch.float64)
+    assert torch.equal(lamb.evaluate(zero, zero, 1)[0], zero)
+
+
+def test_came_is_came() -> None:
+    """One step of the paper's algorithm with matrix maths in place of reductions."""
+    p, g = torch.randn(2, 5, 6, dtype=torch.float64)
+    new, states, _ = came.evaluate(p, g, 1)
+    sq = g**2 + 1e-30
+    r, c = 1e-3 * sq.mean(1), 1e-3 * sq.mean(0)
+    u = g / torch.sqrt(torch.outer(r, c) / r.mean())
+    u = u / max(1.0, u.square().mean().sqrt().item())
+    m = 0.1 * u
+    res = (m - g) ** 2 + 1e-16
+    rr, cr = 1e-4 * res.mean(1), 1e-4 * res.mean(0)
+    expected = p - 2e-4 * m / torch.sqrt(torch.outer(rr, cr) / rr.mean())
+    torch.testing.assert_close(new, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(states["r"].flatten(), r, rtol=1e-12, atol=0)
+
+
+def test_reductions_agree_with_the_trace_on_vectors_matrices_and_batches() -> None:
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    assert row_mean(x).shape == (2, 3, 1)
+    assert col_mean(x).shape == (2, 1, 4)
+    assert mat_mean(row_mean(x)).shape == (2, 1, 1)
+    torch.testing.assert_close(mat_mean(row_mean(x)).flatten(), x.mean((1, 2)))
+    torch.testing.assert_close(mean(col_mean(x)), x.mean())
+    assert row_max(x).shape == (2, 3, 1)
+    vector = torch.randn(5)
+    assert row_mean(vector).shape == (1,)
+    assert torch.equal(col_mean(vector), vector)
+    assert norm(3.0) == 3.0
+
+
+def test_tensor_and_host_states() -> None:
+    trace = tensor_wise.trace()
+    assert trace.states["scale"].space == spaces.tensor
+    assert trace.host_states["mu"].space == spaces.host
+    p, states, host = tensor_wise.evaluate(torch.ones(3), torch.full((3,), 2.0), 1)
+    assert host == {"mu": 0.5}
+    assert states["scale"].item() == 4.0
+    assert p[0].item() == pytest.approx(1 - 0.1 * 0.5 * 2 / 5)
+
+
+# -- readings agree
+
+
+def random_scalars(spec: Spec, setting: dict[str, bool]) -> dict[str, Any]:
+    """Hyper-parameters by constructor name, consistent with the derived flags."""
+    out = {h.name: h.default for h in spec.hypers}
+    for f in spec.flags:
+        if f.nonzero:
+            out[f.nonzero] = 0.7 if setting[f.name] else 0.0
+    if "weight_decay" in out:
+        out["weight_decay"] = 0.05
+    return out
+
+
+def by_part(spec: Spec, hypers: dict[str, Any]) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for h in spec.hypers:
+        value = hypers[h.name]
+        out |= dict(zip(h.parts, value if isinstance(value, tuple) else (value,), strict=True))
+    return out
+
+
+def random_states(spec: Spec, setting: dict[str, bool], n: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(7)
+    out = {}
+    for s in spec.present(setting):
+        x = torch.randn(n, dtype=torch.float64, generator=made)
+        out[s.name] = x * x + 0.01 if s.nonneg else 0.1 * x
+    return out
+
+
+@pytest.mark.parametrize("case", SETTINGS, ids=setting_id)
+def test_the_trace_computes_what_the_function_does(case: tuple[str, dict[str, bool]]) -> None:
+    """IR, interpreted in Python floats, against the author's function called on fp64 tensors."""
+    name, setting = case
+    spec, n = spec_of(name), 6
+    hypers, states = random_scalars(spec, setting), random_states(spec, setting, n)
+    p, g = torch.randn(2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
+    host = {s.name: 0.3 for s in spec.present_host(setting)}
+    trace = spec.trace(setting)
+    for t in (1, 2, 1000):
+        new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
+        run = Run(tuple(zip(p.tolist(), g.tolist(), strict=True)), n)
+        roots: dict[str, Node] = {"p": trace.p, **trace.states, **trace.host_states}
+        kept = {"p": p.tolist(), "g": g.tolist()} | {k: v.tolist() for k, v in states.items()}
+        values = run.values(list(roots.values()), by_part(spec, hypers) | host | {"step": float(t)}, kept)
+        for key, expected in {"p": new_p, **new_states}.items():
+            got = torch.tensor(values[roots[key].uid], dtype=torch.float64)
+            torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-15)
+        for key, number in new_host.items():
+            assert values[roots[key].uid][0] == pytest.approx(number, rel=1e-14)
+
+
+@pytest.mark.parametrize("case", SETTINGS, ids=setting_id)
+def test_the_formulas_compute_what_the_function_does(case: tuple[str, dict[str, bool]]) -> None:
+    """SymPy's formulas, line by line, against the author's function called on fp64 numbers."""
+    name, setting = case
+    spec = spec_of(name)
+    hypers, states = random_scalars(spec, setting), random_states(spec, setting, 1)
+    free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
+    host = {s.name: 0.3 for s in spec.present_host(setting)}
+    p, g, t = torch.tensor([0.4], dtype=torch.float64), torch.tensor([-0.7], dtype=torch.float64), 12
+    new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
+    known: dict[str, float] = by_part(spec, hypers) | {"g": g.item(), "t": float(t), "p_{t-1}": p.item()}
+    known |= {f"{k}_{{t-1}}": v.item() for k, v in states.items()} | {f"{k}_{{t-1}}": v for k, v in host.items()}
+    for symbol, expr in formulas(spec, setting):
+        symbols = sorted(expr.free_symbols, key=lambda s: s.name)
+        compute = sympy.lambdify(symbols, expr, "math")
+        known[symbol] = float(compute(*(known[s.name] for s in symbols)))
+    for key, expected in {"p": new_p, **new_states}.items():
+        assert known[f"{key}_t"] == pytest.approx(expected.item(), rel=1e-13)
+    for key, number in new_host.items():
+        assert known[f"{key}_t"] == pytest.approx(number, rel=1e-13)
+
+
+PLAIN = {"sqrt": math.sqrt, "cbrt": math.cbrt, "exp": math.exp, "log": math.log, "sign": lambda x: (x > 0) - (x < 0)}
+
+
+@pytest.mark.parametrize("case", SETTINGS, ids=setting_id)
+def test_the_plain_formulas_compute_what_the_function_does(case: tuple[str, dict[str, bool]]) -> None:
+    """The docstring's lines are Python but for x', x[t] and x[t-1]: they are run against the author's function."""
+    name, setting = case
+    spec = spec_of(name)
+    hypers, states = random_scalars(spec, setting), random_states(spec, setting, 1)
+    free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
+    host = {s.name: 0.3 for s in spec.present_host(setting)}
+    p, g, t = torch.tensor([0.4], dtype=torch.float64), torch.tensor([-0.7], dtype=torch.float64), 12
+    new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
+    known: dict[str, Any] = by_part(spec, hypers) | {"g": g.item(), "t": float(t), "p_old": p.item()}
+    known |= {f"{k}_old": v.item() for k, v in states.items()} | {f"{k}_old": v for k, v in host.items()}
+    for line in plain_formulas(spec, setting):
+        text = line.replace("[t-1]", "_old").replace("[t]", "_new").replace("'", "_")
+        exec(text, PLAIN | {"__builtins__": {"max": max, "min": min, "abs": abs}}, known)
+    for key, expected in {"p": new_p, **new_states}.items():
+        assert known[f"{key}_new"] == pytest.approx(expected.item(), rel=1e-13)
+    for key, number in new_host.items():
+        assert known[f"{key}_new"] == pytest.approx(number, rel=1e-13)
+
+
+def test_plain_formulas_read_as_the_author_wrote_them() -> None:
+    assert plain_formulas(spec_of("lion")) == [
+        "p' = p[t-1] * (1 - lr * weight_decay)",
+        "update = sign(beta1 * exp_avg[t-1] + (1 - beta1) * g)",
+        "exp_avg[t] = beta2 * exp_avg[t-1] + (1 - beta2) * g",
+        "p[t] = p' - lr * update",
+    ]
+
+
+@optimizer()
+def nested(p, g, *, lr=hyper(0.1)):
+    a = lr - (lr - (lr + 1)) / (lr * (2 / lr)) - (-lr) ** 2
+    b = (lr * 2) ** (lr + 1) * (-(lr * 3))
+    p = p - a * (g - (b - g))
+    return p
+
+
+def test_plain_formulas_keep_the_parentheses_that_matter() -> None:
+    first, second, third = plain_formulas(nested)
+    assert first == "a = lr - (lr - (lr + 1)) / (lr * (2 / lr)) - (-lr)**2"
+    assert second == "b = (lr * 2)**(lr + 1) * -(lr * 3)"
+    assert third == "p[t] = p[t-1] - a * (g - (b - g))"
+
+
+def test_formulas_keep_the_authors_tree() -> None:
+    """Evaluated SymPy would join g * g into g**2 and split sqrt of a product."""
+    lines = dict(formulas(spec_of("adamw")))
+    second = next(v for k, v in lines.items() if k == "exp_avg_sq_t")
+    assert not second.has(sympy.Integer(2))
+    assert [k for k, _ in formulas(spec_of("adamw"))] == ["p'", "exp_avg_t", "exp_avg_sq_t", "denom", "p_t"]
+
+
+@pytest.mark.parametrize("case", SETTINGS, ids=setting_id)
+def test_latex_is_well_formed(case: tuple[str, dict[str, bool]]) -> None:
+    text = latex(spec_of(case[0]), case[1])
+    assert text.count(r"\left") == text.count(r"\right")
+    assert text.replace(r"\{", "").count("{") == text.replace(r"\}", "").count("}")
+    assert text.count("&=") == len(formulas(spec_of(case[0]), case[1]))
+    assert text.startswith(r"\begin{aligned}")
+    assert r"\theta_{t} &=" in text
+
+
+def test_latex_names() -> None:
+    text = latex(spec_of("lion"))
+    assert r"\mathrm{exp\_avg}_{t} &= \beta_{2} \mathrm{exp\_avg}_{t-1}" in text
+
+
+# -- recurrences
+
+EMA, SUM, MAX, PREVIOUS = "ema", "sum", "max", "previous"
+RECURRENCES = {
+    "adabelief": {"exp_avg": (EMA, 0.9), "exp_avg_var": (EMA, 0.999)},
+    "adadelta": {"square_avg": (EMA, 0.9), "acc_delta": (EMA, 0.9)},
+    "adagrad": {"sum": (SUM, 1.0)},
+    "adam": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0)},
+    "adamax": {"exp_avg": (EMA, 0.9), "exp_inf": (MAX, 0.999)},
+    "adamw": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0)},
+    "adan": {"exp_avg": (EMA, 0.98), "exp_avg_diff": (EMA, 0.92), "exp_avg_sq": (EMA, 0.99), "prev_grad": (PREVIOUS,)},
+    "ademamix": {"exp_avg": (EMA, 0.9), "exp_avg_slow": (EMA, 0.9999), "exp_avg_sq": (EMA, 0.999)},
+    "adopt": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.9999)},
+    "grams": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
+    "laprop": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
+    "lion": {"exp_avg": (EMA, 0.99)},
+    "madgrad": {"grad_sum_sq": (SUM, 1.0), "s": (SUM, 1.0), "x0": ("constant",)},
+    "nadam": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
+    "radam": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
+    "rmsprop": {"square_avg": (EMA, 0.99), "grad_avg": (EMA, 0.99), "momentum_buffer": (EMA, 0.7)},
+    "rprop": {"prev": (PREVIOUS,), "step_size": ("multiplicative",)},
+    "sgd": {"momentum_buffer": (EMA, 0.7)},
+    "sgdw": {"momentum_buffer": (EMA, 0.7)},
+    "signum": {"momentum_buffer": (EMA, 0.7)},
+    "tiger": {"exp_avg": (EMA, 0.965)},
+    "yogi": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (SUM, 1.0)},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recurrences(name: str) -> None:
+    spec = spec_of(name)
+    setting = spec.settings()[-1]
+    found: dict[str, tuple[Any, ...]] = {}
+    for s in spec.present(setting):
+        r = recurrence(spec, setting, s.name)
+        parts = {"momentum": 0.7} if any(f.nonzero for f in spec.flags) else {}
+        decay = () if r.decay is None else (pytest.approx(r.decay_at(spec, **parts)),)
+        found[s.name] = (r.kind, *decay)
+    assert found == RECURRENCES[name]
+
+
+# -- functions on values
+
+
+@optimizer()
+def functions(p, g, t, *, lr=hyper(0.1)):
+    rooted = (g * g) ** 0.5 + (g * g + 1) ** -0.5 + (g * g + 1) ** -2 + g**3 + (g * g) ** 1.5 + g**0
+    chosen = where(equal(sign(g), 1.0) | ~(g < 0.5), clip(rooted, -1, 2), abs(-g))
+    scaled = chosen * 2 ** (t - 1)
+    p = p - lr * scaled
+    return p
+
+
+def test_functions_agree_between_readers() -> None:
+    g = torch.tensor([-2.0, -0.3, 0.0, 0.4, 1.0, 3.0], dtype=torch.float64)
+    p = torch.zeros_like(g)
+    new, _, _ = functions.evaluate(p, g, 3)
+    trace = functions.trace()
+    run = Run(tuple(zip(p.tolist(), g.tolist(), strict=True)), len(g))
+    values = run.values([trace.p], {"lr": 0.1, "step": 3.0}, {"p": p.tolist(), "g": g.tolist()})
+    got = torch.tensor(values[trace.p.uid], dtype=torch.float64)
+    # x ** 1.5 is traced as exp2(1.5 * log2(x)): three roundings of a number of size 5.
+    torch.testing.assert_close(got, new, rtol=64 * 2.0**-53, atol=0)
+
+
+def test_another_reading_is_an_object_with_a_reader() -> None:
+    class Counting:
+        """Counts square roots."""
+
+        def sqrt(self, x: Counted) -> Counted:
+            return Counted(x.roots + 1)
+
+    class Counted:
+        reader = Counting()
+
+        def __init__(self, roots: int) -> None:
+            self.roots = roots
+
+    assert sqrt(sqrt(Counted(0))).roots == 2
+
+
+# -- policies
+
+
+@pytest.mark.parametrize(("p", "u"), list(itertools.product([-2.0, 0.0, 3.0], [-1.0, 0.0, 0.5])))
+def test_policies(p: float, u: float) -> None:
+    assert policies.l2(u, p, 0.1) == u + 0.1 * p
+    assert policies.decoupled(p, 0.5, 0.1) == p * 0.95
+    assert policies.independent(p, 0.5, 0.1) == p * 0.95
+    assert policies.proximal(p, 0.5, 0.1) == p / 1.05
+    assert policies.cautious(p, u, 0.5, 0.1) == (p * 0.95 if u * p > 0 else p)
+
+
+def test_decay_of_zero_changes_no_bit() -> None:
+    p = torch.tensor([0.1, 1e-40, -3e38, 1 / 3])
+    assert torch.equal(policies.decoupled(p, 0.3, 0.0), p)
+    assert torch.equal(policies.proximal(p, 0.3, 0.0), p)
+    assert torch.equal(policies.l2(p, p, 0.0), p)
+
+
+def test_schedule_of_follows_the_peak() -> None:
+    assert policies.schedule_of(0.5, 2.0) == 0.25
+    assert policies.schedule_of(0.0, 0.0) == 0.0
+
+
+# -- soundness
+
+
+@optimizer()
+def guarded(p, g, m=state(), *, lr=hyper(0.1)):
+    m = 0.9 * m + g
+    ratio = where(abs(m) > 0, g / m, 1.0)
+    p = p - lr * ratio
+    return p, m
+
+
+def test_an_unused_branch_may_divide_by_zero() -> None:
+    guarded.check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_specs_import_nothing_else(name: str) -> None:
+    """A spec file stands on the language alone."""
+    module = importlib.import_module(f"specs.{name}")
+    homes = {getattr(v, "__module__", "") for k, v in vars(module).items() if callable(v) and k != name}
+    assert homes <= {"optgen.lang.declare", "optgen.lang.values", "optgen.lang.optimizer", "optgen.lang.policies"}
+
+
+def test_a_spec_needs_no_torch_and_no_sympy() -> None:
+    code = (
+        "import sys; from specs.adamw import adamw; adamw.check();"
+        "assert not {'torch', 'sympy', 'numpy'} & set(sys.modules), set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=SPECS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,110 @@
+"""How the environment is set up: which PyTorch, in which order it is looked for, and when nothing is done."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def setup_env() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "tools" / "setup_env.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_a_gpu_the_cpu_build_comes_first(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("OPTGEN_TORCH", raising=False)
+    monkeypatch.setattr(setup_env, "has_nvidia_gpu", lambda: False)
+    assert setup_env.wanted_torch() == "cpu"
+    first, second, last = (arguments for _, arguments in setup_env.torch_attempts("cpu"))
+    assert first == [f"torch=={setup_env.TORCH}+cpu"]
+    assert second[:3] == [*first, "--extra-index-url", setup_env.CPU_INDEX]
+    assert last == [f"torch=={setup_env.TORCH}"]
+
+
+def test_with_a_gpu_a_cpu_build_is_never_taken(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPTGEN_TORCH", raising=False)
+    monkeypatch.setattr(setup_env, "has_nvidia_gpu", lambda: True)
+    kind = setup_env.wanted_torch()
+    ((_, (requirement,)),) = setup_env.torch_attempts(kind)
+    packaging = pytest.importorskip("packaging.requirements")
+    allowed = packaging.Requirement(requirement).specifier
+    assert allowed.contains(setup_env.TORCH)
+    assert allowed.contains(setup_env.TORCH + "+cu130")
+    assert not allowed.contains(setup_env.TORCH + "+cpu")
+    assert setup_env.triton_requirement(kind) == []
+
+
+def test_a_word_in_the_environment_decides(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_env, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setenv("OPTGEN_TORCH", "cpu")
+    assert setup_env.wanted_torch() == "cpu"
+    monkeypatch.setenv("OPTGEN_TORCH", "gpu")
+    with pytest.raises(setup_env.SetupError, match="cpu or cuda"):
+        setup_env.wanted_torch()
+
+
+def test_a_second_call_does_nothing(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stamp, python = tmp_path / "stamp", tmp_path / "python"
+    monkeypatch.setattr(setup_env, "STAMP", stamp)
+    monkeypatch.setattr(setup_env, "PYTHON", python)
+    monkeypatch.setenv("OPTGEN_TORCH", "cpu")
+    calls: list[str] = []
+    monkeypatch.setattr(setup_env, "install", calls.append)
+    python.touch()
+    assert setup_env.main() == 0
+    assert calls == ["cpu"]
+    assert setup_env.main() == 0
+    assert calls == ["cpu"]
+    monkeypatch.setenv("OPTGEN_TORCH", "cuda")
+    assert setup_env.main() == 0
+    assert calls == ["cpu", "cuda"]
+    assert "ready in" in capsys.readouterr().out
+
+
+def test_a_failed_installation_leaves_no_stamp(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_env, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(setup_env, "LOG", setup_env.ROOT / "requirements" / "dev.txt")
+
+    def fail(kind: str) -> None:
+        raise setup_env.failed("installing torch")
+
+    monkeypatch.setattr(setup_env, "install", fail)
+    assert setup_env.main() == 2
+    assert not (tmp_path / "stamp").exists()
+    assert "installing torch failed" in capsys.readouterr().err
+
+
+def test_every_direct_requirement_is_pinned() -> None:
+    def names(file: str) -> set[str]:
+        lines = (ROOT / "requirements" / file).read_text().splitlines()
+        found = (re.match(r"[\w.-]+", line) for line in lines)
+        return {m.group().lower().replace("_", "-") for m in found if m}
+
+    assert names("dev.txt") <= names("constraints.txt")
+    pins = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
+    assert all("==" in line for line in pins if not line.startswith("#"))
+
+
+def test_the_script_needs_no_packages() -> None:
+    tree = ast.parse((ROOT / "tools" / "setup_env.py").read_text(encoding="utf-8"))
+    names = [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names

@@ -1,0 +1,360 @@
+"""Every spec against an optimizer that somebody else wrote, in fp64, under every flag setting.
+
+The oracle is torch.optim where torch has the rule, else pytorch_optimizer where its source is the paper's
+rule, else the paper's formula written here in plain torch; each case of the latter says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optgen.lang import Spec
+
+SPECS = Path(__file__).parent.parent / "specs"
+NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans"))
+STEPS = 60
+# Fewer than 64 roundings per element and step, of half an ulp each, none of them amplified.
+TOLERANCE = STEPS * 64 * 2.0**-53
+STIRRED = {"weight_decay": 0.03, "momentum": 0.8, "dampening": 0.3, "lr_decay": 0.02, "initial_accumulator_value": 0.4,
+           "alpha_warmup": 20.0, "beta3_warmup": 30.0}  # fmt: skip
+
+
+def spec_of(name: str) -> Spec:
+    return getattr(importlib.import_module(f"specs.{name}"), name)
+
+
+def cases() -> Iterator[tuple[str, dict[str, bool], dict[str, Any]]]:
+    """(spec, constructor flags, hyper-parameters): every flag setting, at the defaults and away from them."""
+    for name in NAMES:
+        spec = spec_of(name)
+        free = [f.name for f in spec.flags if not f.derived]
+        derived = [f.nonzero for f in spec.flags if f.nonzero]
+        for values in itertools.product(*[(False, True)] * len(free)):
+            for zeros in itertools.product(*[(False, True)] * len(derived)):
+                plain = {h.name: h.default for h in spec.hypers}
+                stirred = {k: v for k, v in STIRRED.items() if k in plain}
+                for hypers in (plain, plain | stirred) if stirred else (plain,):
+                    switched = {h: 0.0 if zero else 0.8 for h, zero in zip(derived, zeros, strict=True)}
+                    yield name, dict(zip(free, values, strict=True)), hypers | switched
+
+
+def label(case: tuple[str, dict[str, bool], dict[str, Any]]) -> str:
+    name, flags, hypers = case
+    on = [k for k, v in flags.items() if v] + ["momentum"] * (hypers.get("momentum", 0) != 0)
+    return "-".join([name, *on, "stirred" if hypers.get("weight_decay") == STIRRED["weight_decay"] else "plain"])
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    """torch keeps its own scalars (NAdam's mu_product) in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+Step = Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]  # (p, g, t, lr) -> new p
+Oracle = Callable[[dict[str, bool], dict[str, Any]], Step]
+
+
+def stepping(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> Step:
+    """A torch.optim.Optimizer as a function; the parameter that it owns takes p at every step."""
+    held: list[tuple[torch.nn.Parameter, torch.optim.Optimizer]] = []
+
+    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
+        if not held:
+            parameter = torch.nn.Parameter(p.clone())
+            held.append((parameter, make([parameter])))
+        parameter, optimizer = held[0]
+        parameter.data.copy_(p)
+        parameter.grad = g.clone()
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        return parameter.data.clone()
+
+    return step
+
+
+def torch_optim(cls: str, **fixed: Any) -> Oracle:
+    return lambda flags, hypers: stepping(
+        lambda ps: getattr(torch.optim, cls)(ps, foreach=False, **flags, **hypers, **fixed)
+    )
+
+
+def peer(cls: str, **fixed: Any) -> Oracle:
+    def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+        module = pytest.importorskip("pytorch_optimizer")
+        return stepping(lambda ps: getattr(module, cls)(ps, **hypers, **fixed))
+
+    return make
+
+
+def adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """torch.optim.AdamW; torch has no decouple_lr, so there the decay is applied outside."""
+    if not flags["decouple_lr"]:
+        return torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers)
+    inner = torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers | {"weight_decay": 0.0})
+    peak = 0.0
+
+    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
+        nonlocal peak
+        peak = max(peak, lr)
+        return inner(p * (1 - hypers["weight_decay"] * lr / peak), g, t, lr)
+
+    return step
+
+
+def sgd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """torch.optim.SGD refuses nesterov without momentum, where it has no effect, and with dampening."""
+    if flags["nesterov"] and hypers["momentum"] == 0:
+        flags = {"nesterov": False}
+    if flags["nesterov"] and hypers["dampening"] != 0:
+        return damped_nesterov(hypers)
+    return torch_optim("SGD")(flags, hypers)
+
+
+def damped_nesterov(hypers: dict[str, Any]) -> Step:
+    """torch's rule written out, for the one combination that its constructor refuses."""
+    buf: list[torch.Tensor] = []
+
+    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
+        g = g + hypers["weight_decay"] * p
+        if t == 1:
+            buf.append(g.clone())
+        else:
+            buf[0] = hypers["momentum"] * buf[0] + (1 - hypers["dampening"]) * g
+        return p - lr * (g + hypers["momentum"] * buf[0])
+
+    return step
+
+
+def sgdw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """torch.optim.SGD around a decoupled decay.  pytorch_optimizer's SGDW starts its buffer as a copy of p."""
+    inner = sgd(flags, hypers | {"weight_decay": 0.0})
+    return lambda p, g, t, lr: inner(p * (1 - lr * hypers["weight_decay"]), g, t, lr)
+
+
+def signum(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The paper's algorithm 2: pytorch_optimizer.SignSGD zeroes its buffer at every step and ignores decay."""
+    m = torch.zeros(())
+
+    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
+        nonlocal m
+        m = hypers["momentum"] * m + (1 - hypers["momentum"]) * g
+        return p - lr * (torch.sign(m) + hypers["weight_decay"] * p)
+
+    return step
+
+
+def adabelief(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The paper's algorithm: pytorch_optimizer divides the eps added to the root by sqrt(1 - beta2^t) too."""
+    m = s = torch.zeros(())
+    beta1, beta2 = hypers["betas"]
+
+    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
+        nonlocal m, s
+        m = beta1 * m + (1 - beta1) * g
+        s = beta2 * s + (1 - beta2) * (g - m) ** 2 + hypers["eps"]
+        m_hat, s_hat = m / (1 - beta1**t), s / (1 - beta2**t)
+        return p - lr * hypers["weight_decay"] * p - lr * m_hat / (s_hat.sqrt() + hypers["eps"])
+
+    return step
+
+
+def ademamix(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The paper's algorithm 1: pytorch_optimizer divides the slow average by 1 - beta1^t too."""
+    m1 = m2 = v = torch.zeros(())
+    beta1, beta2, beta3 = hypers["betas"]
+
+    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
+        nonlocal m1, m2, v
+        alpha, b3 = hypers["alpha"], beta3
+        if hypers["alpha_warmup"]:
+            alpha = min(t * alpha / hypers["alpha_warmup"], alpha)
+        if hypers["beta3_warmup"]:
+            s, l1, l3 = t / hypers["beta3_warmup"], math.log(beta1), math.log(beta3)
+            b3 = min(math.exp(l1 * l3 / ((1 - s) * l3 + s * l1)), beta3)
+        m1 = beta1 * m1 + (1 - beta1) * g
+        m2 = b3 * m2 + (1 - b3) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        m1_hat, v_hat = m1 / (1 - beta1**t), v / (1 - beta2**t)
+        return p - lr * ((m1_hat + alpha * m2) / (v_hat.sqrt() + hypers["eps"]) + hypers["weight_decay"] * p)
+
+    return step
+
+
+def adopt(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The paper's algorithm 2, first gradient as g_0: pytorch_optimizer's clipping counts steps from 2."""
+    m = v = torch.zeros(())
+    beta1, beta2 = hypers["betas"]
+    wd = hypers["weight_decay"]
+
+    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
+        nonlocal m, v
+        if not flags["decoupled_weight_decay"]:
+            g = g + wd * p
+        if t == 1:
+            v = g * g
+            return p
+        if flags["decoupled_weight_decay"]:
+            p = p - lr * wd * p
+        bound = (t - 1) ** 0.25
+        m = beta1 * m + (1 - beta1) * (g / v.sqrt().clamp(min=hypers["eps"])).clamp(-bound, bound)
+        v = beta2 * v + (1 - beta2) * g * g
+        return p - lr * m
+
+    return step
+
+
+def laprop(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The paper's algorithm 1: pytorch_optimizer averages lr * gradient, which differs once lr changes."""
+    m = v = torch.zeros(())
+    beta1, beta2 = hypers["betas"]
+
+    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
+        nonlocal m, v
+        v = beta2 * v + (1 - beta2) * g * g
+        m = beta1 * m + (1 - beta1) * g / ((v / (1 - beta2**t)).sqrt() + hypers["eps"])
+        p = p - lr * m / (1 - beta1**t)
+        return p - lr * hypers["weight_decay"] * p
+
+    return step
+
+
+def yogi(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The paper's algorithm 2 with Adam's bias correction: pytorch_optimizer starts m at the accumulator too."""
+    m, v = torch.zeros(()), torch.tensor(hypers["initial_accumulator"], dtype=torch.float64)
+    beta1, beta2 = hypers["betas"]
+
+    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
+        nonlocal m, v
+        p = p - lr * hypers["weight_decay"] * p
+        m = beta1 * m + (1 - beta1) * g
+        v = v - (1 - beta2) * torch.sign(v - g * g) * g * g
+        return p - lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + hypers["eps"])
+
+    return step
+
+
+def grams(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The paper's algorithm 1: pytorch_optimizer swaps beta1 with 1 - beta1 and takes the root of a root."""
+    m = v = torch.zeros(())
+    beta1, beta2 = hypers["betas"]
+
+    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
+        nonlocal m, v
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        u = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + hypers["eps"])
+        return p - lr * hypers["weight_decay"] * p - lr * torch.sign(g) * u.abs()
+
+    return step
+
+
+ORACLES: dict[str, Oracle] = {
+    "adabelief": adabelief,
+    "adadelta": torch_optim("Adadelta"),
+    "adagrad": torch_optim("Adagrad"),
+    "adam": torch_optim("Adam"),
+    "adamax": torch_optim("Adamax"),
+    "adamw": adamw,
+    "adan": peer("Adan", weight_decouple=False),
+    "ademamix": ademamix,
+    "adopt": adopt,
+    "grams": grams,
+    "laprop": laprop,
+    "lion": peer("Lion"),
+    "madgrad": peer("MADGRAD"),
+    "nadam": torch_optim("NAdam"),
+    "radam": torch_optim("RAdam"),
+    "rmsprop": torch_optim("RMSprop"),
+    "rprop": torch_optim("Rprop"),
+    "sgd": sgd,
+    "sgdw": sgdw,
+    "signum": signum,
+    "tiger": peer("Tiger"),
+    "yogi": yogi,
+}
+
+
+def test_every_spec_has_an_oracle() -> None:
+    assert sorted(ORACLES) == NAMES
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=label)
+def test_follows_its_oracle(case: tuple[str, dict[str, bool], dict[str, Any]]) -> None:
+    name, flags, hypers = case
+    spec, oracle = spec_of(name), ORACLES[name](flags, hypers)
+    random = torch.Generator().manual_seed(NAMES.index(name))
+    ours = theirs = torch.randn(5, 7, dtype=torch.float64, generator=random)
+    states: dict[str, Any] = {}
+    host: dict[str, Any] = {}
+    for t in range(1, STEPS + 1):
+        g = torch.randn(5, 7, dtype=torch.float64, generator=random)
+        lr = hypers["lr"] * (1 + 0.5 * math.sin(t))
+        ours, states, host = spec.evaluate(ours, g, t, states, host, **(hypers | {"lr": lr}), **flags)
+        theirs = oracle(theirs, g, t, lr)
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, t=t: f"step {t}: {m}")
+    assert not torch.equal(ours, torch.zeros_like(ours))
+
+
+LIKE_TORCH = [n for n in NAMES if (spec_of(n).like or "").startswith("torch.optim.")]
+
+
+@pytest.mark.parametrize("name", LIKE_TORCH)
+def test_names_and_defaults_are_torchs(name: str) -> None:
+    """So that a call site and a checkpoint of torch.optim fit without a change."""
+    spec = spec_of(name)
+    cls = getattr(torch.optim, (spec.like or "").rsplit(".", 1)[1])
+    assert spec.class_name == cls.__name__
+    p = torch.nn.Parameter(torch.ones(3))
+    on = {f.name: True for f in spec.flags if not f.derived and f.name in cls([p]).defaults}
+    on |= {"momentum": 0.9} if any(f.nonzero == "momentum" for f in spec.flags) else {}
+    optimizer = cls([p], **on)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    theirs = {k for k, v in optimizer.state[p].items() if v is not None} - {"step"}
+    flags = spec.flag_values(on)
+    ours = {s.name for s in (*spec.present(flags), *spec.present_host(flags))}
+    assert ours == theirs
+    defaults = cls([p]).defaults
+    for h in spec.hypers:
+        assert h.default == defaults[h.name], h.name
+    for f in spec.flags:
+        if f.name in defaults:
+            assert f.default == defaults[f.name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_sound_and_short(name: str) -> None:
+    spec = spec_of(name)
+    spec.check()
+    assert spec.name == name
+    assert spec.cite and spec.doc
+    body = [n for n in spec.source.statements if not n.text.startswith(('"', "'"))]
+    assert len(body) <= 30
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_moves_a_weight_without_gradient_state_or_decay(name: str) -> None:
+    """Bit for bit in float32, step after step, under every flag setting."""
+    spec = spec_of(name)
+    p = torch.tensor([[0.1, -3.0, 1e-20, 7e7, 0.0, 1 / 3]])
+    momentum = {"momentum": (0.0, 0.9)} if any(f.nonzero == "momentum" for f in spec.flags) else {"momentum": (None,)}
+    free = [f.name for f in spec.flags if not f.derived]
+    for values in itertools.product(*[(False, True)] * len(free)):
+        for m in momentum["momentum"]:
+            hypers: dict[str, Any] = dict(zip(free, values, strict=True)) | ({} if m is None else {"momentum": m})
+            if any(h.name == "weight_decay" for h in spec.hypers):
+                hypers["weight_decay"] = 0.0
+            new, states, host = p, {}, {}
+            for t in (1, 2, 3):
+                new, states, host = spec.evaluate(new, torch.zeros_like(p), t, states, host, **hypers)
+                assert torch.equal(new, p)

@@ -1,0 +1,104 @@
+"""What a user gets from the wheel: the ready-made optimizers, their specs, and the way to a project of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel holds, as pip would unpack it; built without network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("optgen-*.whl")
+    site = folder / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return site
+
+
+def python(code: str, site: Path, folder: Path) -> str:
+    """Runs code in a folder, with the unpacked wheel before everything else on the path."""
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def optgen(*arguments: str, site: Path, folder: Path) -> str:
+    code = f"import sys; from optgen.driver.cli import main; sys.argv = {['optgen', *arguments]!r}; sys.exit(main())"
+    return python(code, site, folder)
+
+
+def test_wheel_holds_everything_that_the_checkout_has(installed: Path) -> None:
+    for here, there in (("optgen", "optgen"), ("generated", "optgen/_generated"), ("specs", "optgen/_specs")):
+        for path in sorted((ROOT / here).rglob("*")):
+            relative = path.relative_to(ROOT / here)
+            if path.is_file() and "__pycache__" not in relative.parts and relative.parts[0] != "_generated":
+                assert (installed / there / relative).read_bytes() == path.read_bytes(), relative
+    assert {p.name.partition("-")[0] for p in installed.iterdir()} == {"optgen"}
+
+
+def test_ready_made_optimizers(installed: Path, tmp_path: Path) -> None:
+    out = python(
+        """
+        import pickle, sys
+        import torch
+        before = set(sys.modules)
+        import optgen.optim
+        from optgen.optim import AdamW
+        assert "_generated" in AdamW.__module__ and pickle.loads(pickle.dumps(AdamW)) is AdamW
+        assert "AdamW" in dir(optgen.optim) and "Lion" in dir(optgen.optim)
+        try:
+            optgen.optim.Adamw
+        except AttributeError as error:
+            print(error)
+        p = torch.nn.Parameter(torch.ones(8))
+        opt = AdamW([p], lr=0.1)
+        p.grad = torch.ones(8)
+        opt.step()
+        assert (p < 1).all()
+        assert not {"sympy", "jinja2", "optgen.lang"} & (set(sys.modules) - before)
+        print(optgen.__file__)
+        """,
+        installed,
+        tmp_path,
+    )
+    assert "has no optimizer 'Adamw'" in out
+    assert str(installed) in out
+
+
+def test_a_project_of_ones_own(installed: Path, tmp_path: Path) -> None:
+    optgen("new", "mine", site=installed, folder=tmp_path)
+    assert (tmp_path / "specs" / "mine.py").is_file()
+    optgen("build", site=installed, folder=tmp_path)
+    out = python(
+        """
+        import torch
+        import generated
+        from generated import Mine
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(64, 128, dtype=torch.bfloat16))
+        start = p.detach().clone()
+        opt = Mine([p])
+        for _ in range(3):
+            p.grad = torch.randn_like(p)
+            opt.step()
+        assert torch.isfinite(p).all() and not torch.equal(p, start)
+        print(generated.__file__)
+        """,
+        installed,
+        tmp_path,
+    )
+    assert str(tmp_path) in out

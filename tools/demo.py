@@ -1,0 +1,342 @@
+"""The demo: a small language model trained with generated optimizers beside torch's AdamW, on the CPU.
+
+    make demo                       about four minutes on two cores
+    make demo ARGS="--quick"        about half a minute: everything runs, the losses say little
+    make demo ARGS="--steps 2000 --seeds 5"
+
+Four ways to keep weights and AdamW's states, each with the same seeds (same start, same batches); then a spec that is
+not among the ready-made ones is built and used.  Writes demo_out/results.json, demo_out/loss.png and demo_out/project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+from demo_model import Corpus, Run, Size, corpus, train
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.syntax import Syntax
+from rich.table import Table
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "demo_out"
+EXAMPLE = ROOT / "examples" / "signed_momentum.py"
+
+SIZE = Size()
+STEPS, SEEDS, PEAK = 800, 3, 3e-3
+QUICK_STEPS, QUICK_SEEDS = 60, 2
+BASE = "torch fp32"
+
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the table the normal one is near enough.
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One row of the table: what holds the weights, and what updates them."""
+
+    name: str
+    dtype: torch.dtype
+    words: str
+
+
+CONTESTANTS = (
+    Contestant(BASE, torch.float32, "torch.optim.AdamW, everything in fp32"),
+    Contestant("optgen fp32", torch.float32, "generated AdamW, plan fp32"),
+    Contestant("optgen int8_split24", torch.bfloat16, "generated AdamW, bf16 weight + 8 bits, 8-bit states"),
+    Contestant("torch bf16", torch.bfloat16, "torch.optim.AdamW on a plain bf16 model"),
+)
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a contestant, same hyper-parameters for all."""
+    options: dict[str, Any] = {"lr": PEAK, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    if name.startswith("torch"):
+        return torch.optim.AdamW(model.parameters(), **options)
+    from generated import AdamW
+
+    optimizer: torch.optim.Optimizer = AdamW(model.parameters(), plan=name.split()[1], **options)
+    return optimizer
+
+
+def one_run(name: str, seed: int, steps: int, text: Corpus, progress: Any) -> Run:
+    """What a worker process does."""
+    torch.set_num_threads(1)
+    contestant = next(c for c in CONTESTANTS if c.name == name)
+    last = 0.0
+
+    def report(step: int, loss: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > 0.2 or step == steps:
+            last = now
+            progress.put((name, seed, step, loss))
+
+    return train(
+        text,
+        SIZE,
+        lambda model: make_optimizer(name, model),
+        dtype=contestant.dtype,
+        steps=steps,
+        seed=seed,
+        peak=PEAK,
+        report=report,
+    )
+
+
+def messages(queue: Any) -> Iterator[tuple[str, int, int, float]]:
+    """What has come in, without waiting."""
+    while True:
+        try:
+            yield queue.get_nowait()
+        except Empty:
+            return
+
+
+def run_all(console: Console, text: Corpus, steps: int, seeds: int, jobs: int) -> dict[str, list[Run]]:
+    """Every contestant with every seed, `jobs` at a time with one thread each."""
+    results: dict[str, list[Run]] = {c.name: [] for c in CONTESTANTS}
+    context = multiprocessing.get_context("spawn")
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
+    with (
+        context.Manager() as manager,
+        ProcessPoolExecutor(jobs, mp_context=context) as pool,
+        Progress(*columns, console=console) as bars,
+    ):
+        queue = manager.Queue()
+        tasks: dict[str, TaskID] = {c.name: bars.add_task(c.name, total=steps * seeds, loss="") for c in CONTESTANTS}
+        done_steps: dict[tuple[str, int], int] = {}
+
+        def show() -> None:
+            for name, seed, step, loss in messages(queue):
+                done_steps[name, seed] = step
+                done = sum(count for (other, _), count in done_steps.items() if other == name)
+                bars.update(tasks[name], completed=done, loss=f"loss {loss:.3f}")
+
+        # Seed by seed, so that runs which are compared with each other share the machine's moods.
+        order = [(c.name, seed) for seed in range(seeds) for c in CONTESTANTS]
+        futures: dict[Future[Run], tuple[str, int]] = {
+            pool.submit(one_run, name, seed, steps, text, queue): (name, seed) for name, seed in order
+        }
+        runs: dict[tuple[str, int], Run] = {}
+        waiting = set(futures)
+        while waiting:
+            finished, waiting = wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
+            for future in finished:
+                runs[futures[future]] = future.result()
+            show()
+        show()
+    for name in results:
+        results[name] = [runs[name, seed] for seed in range(seeds)]
+    return results
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Paired differences of final losses to the fp32 run of the same seed."""
+
+    mean: float
+    half_width: float  # of the 95 % interval; infinite with one seed
+    noise: float  # standard deviation over seeds of the fp32 run itself
+
+    def sentence(self, name: str) -> str:
+        interval = f"{self.mean:+.4f} ± {self.half_width:.4f} nats"
+        if math.isinf(self.half_width):
+            return f"{name}: {self.mean:+.4f} nats against {BASE} with one seed; more seeds are needed to say anything."
+        if abs(self.mean) <= self.half_width:
+            verdict = "no difference that these seeds can show"
+        else:
+            verdict = "measurably " + ("worse" if self.mean > 0 else "better")
+        beside = f"seed noise of {BASE}: {self.noise:.4f}"
+        return f"{name}: {interval} against {BASE} (paired, 95 %); {beside}: {verdict}."
+
+
+def difference(runs: list[Run], base: list[Run]) -> Difference:
+    pairs = [a.final - b.final for a, b in zip(runs, base, strict=True)]
+    count = len(pairs)
+    noise = statistics.stdev(r.final for r in base) if count > 1 else math.inf
+    if count == 1:
+        return Difference(pairs[0], math.inf, noise)
+    half = T95.get(count - 1, 1.96) * statistics.stdev(pairs) / math.sqrt(count)
+    return Difference(statistics.mean(pairs), half, noise)
+
+
+def mean_and_spread(values: Iterable[float]) -> tuple[float, float]:
+    numbers = list(values)
+    return statistics.mean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+
+
+def table(results: dict[str, list[Run]]) -> Table:
+    """Two lines a row: it fits a terminal of 80 columns."""
+    shown = Table(title="AdamW, four ways to keep its numbers", show_lines=True)
+    shown.add_column("optimizer", no_wrap=True)
+    for heading in ("bytes per\nparameter", "state\nmemory", "final loss\n± spread", "to fp32\n± 95 %"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    shown.add_column("ms a step\n(optimizer)", justify="right", no_wrap=True)
+    for contestant in CONTESTANTS:
+        runs = results[contestant.name]
+        first = runs[0]
+        weights, state = first.weight_bytes / first.parameters, first.state_bytes / first.parameters
+        mean, spread = mean_and_spread(r.final for r in runs)
+        gap = difference(runs, results[BASE])
+        maker, _, plan = contestant.name.partition(" ")
+        shown.add_row(
+            f"{maker}\n{plan}",
+            f"{weights + state:.2f}\n{weights:.0f} + {state:.2f}",
+            f"{first.state_bytes / 2**20:.2f} MiB",
+            f"{mean:.4f}\n±{spread:.4f}",
+            "" if contestant.name == BASE else f"{gap.mean:+.4f}\n±{gap.half_width:.4f}",
+            f"{statistics.median(r.step_ms for r in runs):.0f}\n"
+            f"({statistics.median(r.optimizer_ms for r in runs):.1f})",
+        )
+    return shown
+
+
+def plot(results: dict[str, list[Run]], path: Path) -> None:
+    """Validation loss over steps: mean line, band from the lowest to the highest seed."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained")
+    for contestant, style in zip(CONTESTANTS, ("-", "--", "-", ":"), strict=True):
+        runs = results[contestant.name]
+        steps = [step for step, _ in runs[0].validation]
+        curves = list(zip(*([loss for _, loss in r.validation] for r in runs), strict=True))
+        means = [statistics.mean(c) for c in curves]
+        (line,) = left.plot(steps, means, style, label=contestant.name)
+        left.fill_between(steps, [min(c) for c in curves], [max(c) for c in curves], alpha=0.15, color=line.get_color())
+        gaps = [r.final - b.final for r, b in zip(runs, results[BASE], strict=True)]
+        right.plot(gaps, [contestant.name] * len(gaps), "o", color=line.get_color())
+    left.set(xlabel="step", ylabel="validation loss (nats per byte)")
+    left.legend()
+    right.axvline(0, color="gray", linewidth=0.8)
+    right.set(xlabel=f"final loss minus {BASE}, same seed")
+    right.invert_yaxis()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+USE_IT = """
+import sys, torch
+from demo_model import Size, corpus, train
+from generated import SignedMomentum
+
+torch.set_num_threads(1)
+losses = []
+run = train(corpus(), Size(), lambda model: SignedMomentum(model.parameters(), lr=1e-3),
+            dtype=torch.bfloat16, steps=int(sys.argv[1]), seed=0, peak=1e-3,
+            report=lambda step, loss: losses.append(loss))
+per_parameter = (run.weight_bytes + run.state_bytes) / run.parameters
+print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps, {per_parameter:.2f} bytes per parameter")
+"""
+
+
+def new_spec(console: Console, steps: int) -> str:
+    """What a user does: a project folder with a spec of their own, `optgen build`, `from generated import ...`."""
+    project = OUT / "project"
+    shutil.rmtree(project, ignore_errors=True)
+    (project / "specs").mkdir(parents=True)
+    shutil.copy(EXAMPLE, project / "specs")
+    console.print(Syntax(EXAMPLE.read_text(), "python"))
+    start = time.monotonic()
+    # What stands in the project folder comes before the repository's own `generated`.
+    path = os.pathsep.join([str(project), str(ROOT / "tools")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    build = [sys.executable, "-m", "optgen.driver.cli", "build", EXAMPLE.stem]
+    subprocess.run(build, cwd=project, env=environment, check=True)
+    took = time.monotonic() - start
+    console.print(f"optgen build {EXAMPLE.stem}: {took:.1f} s, written to {project.relative_to(ROOT)}/generated")
+    use = [sys.executable, "-c", USE_IT, str(steps)]
+    done = subprocess.run(use, cwd=project, env=environment, check=True, capture_output=True, text=True)
+    said = done.stdout.strip().splitlines()[-1]
+    console.print(f"from generated import SignedMomentum, bf16 model: {said}")
+    return said
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, help=f"training steps per run ({STEPS})")
+    parser.add_argument("--seeds", type=int, help=f"runs per optimizer ({SEEDS})")
+    parser.add_argument("--jobs", type=int, help="runs at a time, one thread each (number of cores, at most 4)")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, {QUICK_SEEDS} seeds")
+    chosen = parser.parse_args()
+    chosen.steps = chosen.steps or (QUICK_STEPS if chosen.quick else STEPS)
+    chosen.seeds = chosen.seeds or (QUICK_SEEDS if chosen.quick else SEEDS)
+    chosen.jobs = chosen.jobs or min(4, os.cpu_count() or 1)
+    if min(chosen.steps, chosen.seeds, chosen.jobs) < 1:
+        parser.error("--steps, --seeds and --jobs are at least 1")
+    return chosen
+
+
+def main() -> int:
+    chosen = arguments()
+    console = Console()
+    OUT.mkdir(exist_ok=True)
+    start = time.monotonic()
+    text = corpus()
+    console.print(
+        f"text: {text.files} files of Python's standard library, {len(text.train) / 2**20:.1f} MiB to train, "
+        f"{len(text.validation) / 2**20:.1f} MiB to validate (sha256 {text.digest})"
+    )
+    console.print(
+        f"model: byte-level transformer, {SIZE.layers} layers, width {SIZE.width}, context {SIZE.context}; "
+        f"{chosen.steps} steps, {chosen.seeds} seeds, {chosen.jobs} runs at a time"
+    )
+    results = run_all(console, text, chosen.steps, chosen.seeds, chosen.jobs)
+    console.print(table(results))
+    console.print(
+        "bytes: weights + optimizer state, counted; loss: validation, nats per byte, mean over seeds; "
+        f"to fp32: minus {BASE}, paired by seed."
+    )
+    verdicts = [difference(results[c.name], results[BASE]).sentence(c.name) for c in CONTESTANTS[1:]]
+    for verdict in verdicts:
+        console.print(verdict)
+    console.print(
+        f"(`optgen fp32` computes what `{BASE}` does up to rounding: its row shows what rounding alone does to a "
+        "run.  On a CPU the generated code is its eager reference: the times are no benchmark.)"
+    )
+    plot(results, OUT / "loss.png")
+    console.rule("a new rule")
+    said = new_spec(console, 20 if chosen.quick else 60)
+    record = {
+        "arguments": vars(chosen),
+        "model": asdict(SIZE),
+        "text": {"files": text.files, "sha256": text.digest},
+        "torch": torch.__version__,
+        "runs": {name: [asdict(run) for run in runs] for name, runs in results.items()},
+        "verdicts": verdicts,
+        "new_spec": said,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    (OUT / "results.json").write_text(json.dumps(record, indent=1) + "\n")
+    console.print(f"{record['seconds']} s; written: demo_out/loss.png, demo_out/results.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
