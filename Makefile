@@ -33,10 +33,10 @@ lint: setup
 	$(PY) -m mypy
 
 build: setup
-	$(PY) -m optgen.driver.cli build
+	$(PY) -m optgen build
 
 check: setup
-	$(PY) -m optgen.driver.cli build --check
+	$(PY) -m optgen build --check
 
 kernels: setup
 	$(PY) tools/kernel_stats.py $(ARGS)

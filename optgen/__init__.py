@@ -1,3 +1,27 @@
-"""optgen: a compiler for optimizers."""
+"""optgen: a compiler for optimizers.
+
+    optgen.compile("specs/mine.py", plan="int8_split24")     a class in memory
+    optgen.cast_model(model, torch.bfloat16)                 a 16-bit model for it
+
+`import optgen` itself imports nothing: generated code needs `optgen.runtime` only.
+"""
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "cast_model", "compile"]
+
+
+def __getattr__(name: str) -> object:
+    # PEP 562: the compiler is loaded when it is asked for.
+    if name == "compile":
+        from optgen.driver.compile import compile
+
+        return compile
+    if name == "cast_model":
+        from optgen.cast import cast_model
+
+        return cast_model
+    raise AttributeError(f"module 'optgen' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,7 +1,7 @@
 """Adam with decoupled weight decay."""
 
 from optgen.lang import flag, hyper, maximum, nonneg, optimizer, scalar, sqrt, state
-from optgen.lang.policies import decoupled, independent, schedule_of
+from optgen.lang.policies import decoupled, schedule_of
 
 
 @optimizer(cite="Loshchilov & Hutter 2019, arXiv:1711.05101", like="torch.optim.AdamW", name="AdamW")
@@ -26,9 +26,8 @@ def adamw(
     beta1, beta2 = betas
     if decouple_lr:
         peak_lr = maximum(peak_lr, lr)
-        p = independent(p, schedule_of(lr, peak_lr), weight_decay)
-    else:
-        p = decoupled(p, lr, weight_decay)
+    rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     if amsgrad:

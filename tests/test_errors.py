@@ -1,7 +1,7 @@
 """The closed table of errors: every code has a case, every case prints exactly its golden text.
 
 A case is a Python file named after its code.  It raises while it is loaded, or from its `case()`, or when its
-specs are checked.  UPDATE_GOLDEN=1 rewrites the texts.
+specs are checked; FILES is a project (path -> text) in which its `case()` runs.  UPDATE_GOLDEN=1 rewrites the texts.
 """
 
 from __future__ import annotations
@@ -33,25 +33,28 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def provoke(path: Path) -> UserError:
-    with pytest.raises(UserError) as caught:
-        module = load(path)
-        if hasattr(module, "case"):
-            module.case()
-        for spec in [x for x in vars(module).values() if isinstance(x, Spec)]:
-            spec.check()
-    return caught.value
+def run(path: Path, project: Path) -> None:
+    module = load(path)
+    for name, text in getattr(module, "FILES", {}).items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+        os.chdir(project)
+    if hasattr(module, "case"):
+        module.case()
+    for spec in [x for x in vars(module).values() if isinstance(x, Spec)]:
+        spec.check()
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)
-def test_prints_its_golden_text(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prints_its_golden_text(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    error = provoke(path)
+    with pytest.raises(UserError) as caught:
+        run(path, tmp_path)
     golden = path.with_suffix(".txt")
-    text = f"{error}\n"
+    text = f"{caught.value}\n"
     if os.environ.get("UPDATE_GOLDEN") == "1":
         golden.write_text(text)
-    assert error.code == path.stem.split("_")[0]
+    assert caught.value.code == path.stem.split("_")[0]
     assert text == golden.read_text()
 
 

@@ -25,7 +25,8 @@ ROOMS: dict[str, set[str]] = {
     "driver": {"verify", "lower", "passes", "backends", "formats", "lang", "ir", "ops", "base", "runtime"},
     "runtime": set(),
     "cast": {"runtime"},
-    "optim": {"_generated"},
+    "__main__": {"driver"},
+    "optim": {"_generated", "runtime", "driver"},
     "_generated": set(),
 }
 
@@ -43,6 +44,7 @@ OUTSIDE: dict[str, set[str]] = {
     "driver": {"typer", "rich", "torch", "jinja2", "hypothesis", "click"},
     "runtime": {"torch", "triton"},
     "cast": {"torch"},
+    "__main__": set(),
     "optim": set(),
     "_generated": set(),
 }

@@ -676,7 +676,6 @@ def test_another_reading_is_an_object_with_a_reader() -> None:
 def test_policies(p: float, u: float) -> None:
     assert policies.l2(u, p, 0.1) == u + 0.1 * p
     assert policies.decoupled(p, 0.5, 0.1) == p * 0.95
-    assert policies.independent(p, 0.5, 0.1) == p * 0.95
     assert policies.proximal(p, 0.5, 0.1) == p / 1.05
     assert policies.cautious(p, u, 0.5, 0.1) == (p * 0.95 if u * p > 0 else p)
 

@@ -85,9 +85,12 @@ def test_same_bits_as_torch(decay: float, amsgrad: bool, maximize: bool) -> None
     for step in range(20):
         give_gradients(ours, step)
         give_gradients(theirs, step)
+        for p in [*ours[step % 3 :: 3], *theirs[step % 3 :: 3]]:
+            p.grad = None  # so that one group has parameters of unequal step counts
         opt.step()
         oracle.step()
     assert bits(ours) == bits(theirs)
+    assert len({opt.state[p]["step"] for p in ours[:4]}) > 1
     for p, q in zip(ours, theirs, strict=True):
         for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])):
             assert torch.equal(opt.state[p][name], oracle.state[q][name])
@@ -156,6 +159,35 @@ def test_states_start_where_the_rule_says() -> None:
     assert torch.equal(opt.state[p]["weight_master"], before.float())
     assert (opt.state[p]["exp_avg"] == 128).all()
     assert opt.state[p]["exp_avg_scale"].shape == (4, 2)
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_what_a_kernel_is_given(names: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero states, scalars rounded to fp32 from fp64, and the keys of (seed, this step) and of the parameter."""
+    reference = plans.part(int8_plan, "reference")
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(reference, "adamw_bfloat16", lambda *args: calls.append(bits(args)))  # type: ignore[arg-type]
+    params = parameters(torch.bfloat16, [(4, 9), (3, 0), (2, 8)])
+    given_params: Any = [(f"p{i}", p) for i, p in enumerate(params)] if names else params
+    opt = AdamW(given_params, lr=0.1, betas=(0.3, 0.7), maximize=True, seed=5)
+    train(opt, params, range(2))
+    assert len(calls) == 4  # nothing for the empty one
+    for i, call in enumerate(calls):
+        step, number = i // 2 + 1, (0, 2)[i % 2]
+        p = params[number]
+        low, code, scale, square = call[2:6]
+        blocks = -(-p.shape[1] // 8)
+        assert low == bits(torch.zeros(p.shape, dtype=torch.int16))
+        assert code == bits(torch.full(p.shape, 128, dtype=torch.uint8))
+        assert scale == bits(torch.zeros(p.shape[0], blocks))
+        assert square == bits(torch.zeros(p.shape))
+        want = int8_plan.rule.host(
+            step, -1.0, lr=0.1, betas=(0.3, 0.7), eps=1e-8, weight_decay=1e-2, decay_product=0.3 ** (step - 1)
+        )
+        assert call[6:-2] == [float(np.float32(value)) for value in want[:-1]]
+        assert call[-2:] == [keys.step_key(5, step), keys.stream_key(f"p{number}" if names else number)]
+        assert opt.state[p]["step"] == 2
+        assert opt.state[p]["decay_product"] == 0.3 * 0.3
 
 
 @given(
@@ -273,6 +305,15 @@ def test_parameter_of_a_dtype_changed_later() -> None:
     assert bits(opt.state_dict()["state"]) == before[1]["state"]  # type: ignore[index]
 
 
+def test_dtype_changed_after_a_copy() -> None:
+    opt = copy.deepcopy(AdamW(parameters(shapes=[(5, 5)]), plan="int8"))
+    (p,) = opt.param_groups[0]["params"]
+    p.data = p.data.bfloat16()
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="was float32 when the optimizer was created"):
+        opt.step()
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -354,7 +395,8 @@ def test_bad_arguments(make: Callable[[nn.Parameter], object], error: type[Excep
         make(nn.Parameter(torch.ones(3)))
 
 
-def test_triton_asked_for_where_it_does_not_run() -> None:
+def test_triton_asked_for_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     params = parameters(shapes=[(3,)])
     opt = AdamW(params, backend="triton", plan="fp32")
     give_gradients(params, 0)
@@ -637,6 +679,16 @@ def test_saved_options_win_but_backend_stays() -> None:
     group = other.param_groups[0]
     assert (group["plan"], group["betas"], group["initial_lr"], group["lr"]) == ("int8", (0.5, 0.6), 0.1, 0.05)
     assert group["backend"] == "auto"
+
+
+def test_loaded_lr_tensor_is_a_copy() -> None:
+    opt, _ = fresh(torch.float32)
+    opt.param_groups[0]["lr"] = torch.tensor(0.5)
+    saved = opt.state_dict()
+    other, _ = fresh(torch.float32)
+    other.load_state_dict(saved)
+    other.param_groups[0]["lr"].fill_(0.25)
+    assert saved["param_groups"][0]["lr"] == 0.5
 
 
 MISFITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {

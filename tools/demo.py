@@ -267,12 +267,12 @@ def new_spec(console: Console, steps: int) -> str:
     # What stands in the project folder comes before the repository's own `generated`.
     path = os.pathsep.join([str(project), str(ROOT / "tools")])
     environment = {**os.environ, "PYTHONPATH": path}
-    build = [sys.executable, "-m", "optgen.driver.cli", "build", EXAMPLE.stem]
+    build = [sys.executable, "-m", "optgen", "build", EXAMPLE.stem]
     subprocess.run(build, cwd=project, env=environment, check=True)
     took = time.monotonic() - start
     console.print(f"optgen build {EXAMPLE.stem}: {took:.1f} s, written to {project.relative_to(ROOT)}/generated")
     use = [sys.executable, "-c", USE_IT, str(steps)]
-    done = subprocess.run(use, cwd=project, env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(use, cwd=project, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     said = done.stdout.strip().splitlines()[-1]
     console.print(f"from generated import SignedMomentum, bf16 model: {said}")
     return said

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Program
+from optgen.ir.program import Let, Program
+from optgen.ir.ranges import never_zero
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,8 @@ def _function(name: str) -> Spelling:
     return lambda p, n: p.call(name, *n.args)
 
 
-def _safe_divisor(node: Node) -> bool:
-    """Whether a divisor is nonzero for every legal setting: a constant, or made of bias corrections and roots."""
-    return node.op == "const" or any(n.op in ("pow", "sqrt") for n in postorder([node]))
-
-
 def _div(p: Printer, n: Node) -> Text:
-    if _safe_divisor(n.args[1]):
+    if never_zero(n.args[1]):
         return f"{p.text(n.args[0], 20)} / {p.text(n.args[1], 21)}", 20
     return p.call("divide", *n.args)
 
@@ -73,12 +69,27 @@ def scalars_function(program: Program, unpack: tuple[Unpack, ...], function: str
         if u.parts != (u.name,) and read & set(u.parts):
             out.append(f"    {', '.join(u.parts)} = {u.name}")
     printer = Printer(HOST, {})
-    lines = [
-        (f"{let.name} = {printer.bind(let)}", comment_of(let)) for let in program.host if let.node.op != "sym"
-    ]
+    lines = [(f"{let.name} = {printer.bind(let)}", comment_of(let)) for let in _statements(program)]
     out += [f"    {line}" for line in with_comments(lines)]
     values = [let.name for let in program.host] + [printer.text(let.node) for let in program.host_stores]
     return [*out, f"    return ({', '.join(values)}{',' if len(values) == 1 else ''})"]
+
+
+def _statements(program: Program) -> list[Let]:
+    """The author's host lets that a scalar or a host state is made of, then the scalars themselves."""
+    scalars = {let.node.uid for let in program.host}
+    live = {n.uid for n in postorder([let.node for let in (*program.host, *program.host_stores)])}
+    taken = {let.name for let in program.host} | set(program.hypers)
+    out = []
+    for let in program.host_locals:
+        if let.node.uid in live - scalars:
+            name, k = let.name, 1
+            while name in taken:
+                k += 1
+                name = f"{let.name}_{k}"
+            taken.add(name)
+            out.append(replace(let, name=name))
+    return out + [let for let in program.host if let.node.op != "sym"]
 
 
 def needs(programs: list[Program]) -> tuple[bool, list[str]]:
@@ -90,6 +101,6 @@ def needs(programs: list[Program]) -> tuple[bool, list[str]]:
             ops.add(n.op)
             if n.op == "sqrt":
                 names.add("root")
-            if n.op == "div" and not _safe_divisor(n.args[1]):
+            if n.op == "div" and not never_zero(n.args[1]):
                 names.add("divide")
     return bool(ops & {"exp", "log", "floor"}), sorted(names)

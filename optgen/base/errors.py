@@ -146,7 +146,10 @@ TABLE: dict[str, Row] = {
         "blocks run along the elements of a tensor",
         "keep it in a float format",
     ),
-    "E304": Row("compander {name}: {why}", "a compander maps [0, 1] onto itself, increasing, and its inverse undoes it"),
+    "E304": Row(
+        "compander {name}: {why}",
+        "a compander maps [0, 1] onto itself, increasing, and its inverse undoes it",
+    ),
     "E305": Row("{what} is not a format: use {want}"),
     "E306": Row("a plan has no part `{got}`"),
     "E307": Row(
@@ -203,6 +206,10 @@ class UserError(Exception):
         self.hint = str(values["hint"]) if "hint" in values else row.hint.format(**values)
         super().__init__(self.message)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors come back from worker processes; Exception would call __init__ with the message alone.
+        return _restore, (self.code, self.locs, self.message, self.note, self.hint)
+
     def __str__(self) -> str:
         lines = [f"error[{self.code}]: {self.message}"]
         for loc in self.locs:
@@ -228,6 +235,12 @@ def _marks(source: str, loc: Loc) -> str:
     if loc.end_line == loc.line and loc.end_col > loc.col:
         end = len(row[: loc.end_col].decode(errors="replace"))
     return " " * start + "^" * max(1, end - start)
+
+
+def _restore(code: str, locs: tuple[Loc, ...], message: str, note: str, hint: str) -> UserError:
+    error = UserError.__new__(UserError, message)
+    error.code, error.locs, error.message, error.note, error.hint = code, locs, message, note, hint
+    return error
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

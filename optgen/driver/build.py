@@ -201,12 +201,15 @@ def _accepted(spec: Spec, plan: Plan, wish: Wish, force: bool, outcome: Outcome)
     """Whether a pair is built; what a pattern asked for and does not fit is left out, the rest is refused."""
     spec.check()
     try:
-        outcome.warnings += judge.judge(spec, plan, force=force)
+        verdict = judge.judge(spec, plan, force=force)
     except UserError as error:
         if not wish.optional or not error.code.startswith("E3"):
             raise
         outcome.skipped.append(f"{spec.name} under {plan.name}: {error.message}")
         return False
+    if force and not plan.forced:
+        errors = [f for f in verdict.findings if f.severity == "error"]
+        outcome.warnings += [f"{spec.name} under {plan.name}, forced: {f}" for f in errors]
     return True
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,14 +37,22 @@ class Compiled:
 
 @dataclass
 class Pool:
-    """Functions by their text: the same text is printed once, whoever needs it."""
+    """Functions by their text: the same text is printed once, whoever needs it.
+
+    `scalars` are the names of the function's host scalars: two functions that differ in nothing else are one,
+    because scalars are passed by position.
+    """
 
     names: dict[str, str] = field(default_factory=dict)
     functions: list[list[str]] = field(default_factory=list)
 
-    def add(self, wanted: str, make: Any) -> str:
+    def add(self, wanted: str, make: Callable[[str], list[str]], scalars: Sequence[str] = ()) -> str:
         """The name under which `make(name) -> lines` stands; an equal one made before is used again."""
         marker = "\n".join(make("@"))
+        if scalars:
+            place = {name: f"${i}" for i, name in enumerate(scalars)}
+            # Comments are aligned to names' lengths, so blanks do not count either.
+            marker = re.sub(r"\s+", " ", re.sub(r"\w+", lambda m: place.get(m[0], m[0]), marker))
         if marker not in self.names:
             name, k = wanted, 1
             while name in self.names.values():
@@ -140,8 +149,8 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         # Strict and fast maths hoist different scalars: the runtime passes each backend its own.
         strict_host = scalars.add("host_scalars", lambda n, c=c: host.scalars_function(c.strict.program, unpack, n))
         fast_host = scalars.add("kernel_scalars", lambda n, c=c: host.scalars_function(c.fast.program, unpack, n))
-        reference_name = steps.add(wanted, step)
-        kernel_name = kernels.add(wanted, kernel)
+        reference_name = steps.add(wanted, step, [let.name for let in c.strict.program.host])
+        kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.program.host])
         codec_name = codecs.add(wanted, code)
         tiles[kernel_name] = triton.tile_elements(c.fast)
         rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))
@@ -224,8 +233,6 @@ def _zero(case: Case, buffer: str) -> int | float:
 
 def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
     """What the wrapper's template needs, without the spec itself."""
-    from optgen.lang.symbolic import plain_formulas
-
     hypers = tuple(
         wrapper.HyperRow(
             h.name,
@@ -248,7 +255,7 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         flags=flags,
         plans=plans,
         default_plan=defaults,
-        formulas=tuple(plain_formulas(spec)),
+        formulas=tuple(let.line for let in spec.trace().lets),
         rebuild=f"optgen build {spec.name}",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import linecache
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,5 +61,8 @@ def recurrences_of(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[s
 
 def digest(file: str) -> str:
     """The first 12 hex digits of the file's sha256, line ends normalised."""
-    text = Path(file).read_bytes().replace(b"\r\n", b"\n")
+    try:
+        text = Path(file).read_bytes().replace(b"\r\n", b"\n")
+    except OSError:
+        text = "".join(linecache.getlines(file)).encode()  # a notebook's cell
     return hashlib.sha256(text).hexdigest()[:12]

@@ -11,12 +11,13 @@ from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats.companders import Compander, softsign
 from optgen.formats.format import Field, Format, Noise, Rounding
-from optgen.formats.scales import LARGEST_ROOT, Scale, ue8m8
+from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, ue8m8
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, maximum, minimum, rint, sqrt
 from optgen.ops import dtypes
 
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024)
 NOISE_BITS = 12
+HALF = 0.5 - 2.0**-10  # what code 0 reads as where it must not be 0: safely on its own side of the next code
 
 
 def check_block(name: str, bits: int, block: int, loc: Loc | None) -> None:
@@ -63,6 +64,8 @@ class Blocked(Format):
             raise UserError(
                 "E305", loc=self.loc, what='Blocked(signed=True, of="sqrt")', want="signed=False with a root"
             )
+        if self.of != "sqrt" and self.scale.high < LARGEST and not self.scale.literal and self.scale.covers:
+            raise UserError("E305", loc=self.loc, what=f"a {self.scale} scale over values", want='it with of="sqrt"')
 
     def __str__(self) -> str:
         what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
@@ -79,7 +82,7 @@ class Blocked(Format):
     def positive(self) -> bool:
         if self.signed or self.zero == "keep":
             return False
-        least = self.scale.low * float(self.compander.inverse(0.5 / self.codes))
+        least = self.scale.low * float(self.compander.inverse(HALF / self.codes))
         return (least * least if self.of == "sqrt" else least) >= 2.0**-126
 
     def rounded(self, rounding: Rounding) -> Format:
@@ -132,7 +135,7 @@ class Blocked(Format):
         if self.signed:
             code = code - 128.0
         elif self.zero == "half":
-            code = maximum(code, 0.5)
+            code = maximum(code, HALF)
         if self.scale.literal:
             return self.compander.inverse(code / float(self.codes)) * scale
         return self.compander.decode(code, scale, self.codes, signed=self.signed)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
@@ -21,19 +22,23 @@ from optgen.lang.values import Num, sqrt, where
 
 Curve = Callable[[Num], Num]
 
+# The last code reads as a hair less than the scale, whatever rounds on the way: encoded again it must not exceed
+# the scale, which would then be rounded up to the next one.  Four roundings for a root that was squared.
+BELOW = 2.0**-22
+
 
 @dataclass(frozen=True)
 class Compander:
     """curve: [0, 1] -> [0, 1], increasing, curve(0) = 0, curve(1) = 1; `inverse` undoes it.
 
-    odd     whether curve and inverse take negative numbers as they are: curve(-n) = -curve(n)
-    encode  (x, scale, N) -> N * curve(x / scale), the sign with it, for |x| <= scale; None: by the curve
-    decode  (code, scale, N) -> scale * inverse(code / N)
+    odd           whether curve and inverse take negative numbers as they are: curve(-n) = -curve(n)
+    short_encode  (x, scale, N) -> N * curve(x / scale), the sign with it, for |x| <= scale; None: by the curve
+    short_decode  (code, scale, N) -> scale * inverse(code / N)
     """
 
     name: str
-    curve: Curve = field(compare=False)
-    inverse: Curve = field(compare=False)
+    curve: Curve = field(repr=False)
+    inverse: Curve = field(repr=False)
     odd: bool = False
     short_encode: Callable[[Num, Num, int], Num] | None = field(default=None, compare=False, repr=False)
     short_decode: Callable[[Num, Num, int], Num] | None = field(default=None, compare=False, repr=False)
@@ -52,7 +57,7 @@ class Compander:
         """scale * inverse(code / N), f32."""
         if self.short_decode is not None:
             return self.short_decode(code, scale, codes)
-        return self._both_signs(self.inverse, code * (1.0 / codes), signed) * scale
+        return self._both_signs(self.inverse, code * (1.0 / codes), signed) * (scale * (1 - 4 * BELOW))
 
     def _both_signs(self, curve: Curve, x: Num, signed: bool) -> Num:
         if self.odd or not signed:
@@ -67,10 +72,11 @@ linear = Compander(
     lambda y: y,
     odd=True,
     short_encode=lambda x, scale, codes: x * (float(codes) / scale),
-    short_decode=lambda code, scale, codes: code * (scale * (1.0 / codes)),
+    short_decode=lambda code, scale, codes: code * (scale * ((1 - BELOW) / codes)),
 )
 
 
+@lru_cache
 def softsign(k: float = 1.0) -> Compander:
     """n -> (1 + k) n / (1 + k n): codes (1 + k) times denser at 0, (1 + k) times sparser at 1."""
     if not k > 0:
@@ -99,6 +105,7 @@ def softsign(k: float = 1.0) -> Compander:
 root = Compander("root", lambda n: sqrt(n), lambda y: y * y)
 
 
+@lru_cache
 def power(p: float) -> Compander:
     """n -> n ** p, 0 < p <= 1."""
     if not 0 < p <= 1:
@@ -114,6 +121,7 @@ def power(p: float) -> Compander:
     return Compander(f"power({p:g})", lambda n: values.power(n, p), lambda y: values.power(y, 1 / p))
 
 
+@lru_cache
 def log(octaves: int = 8) -> Compander:
     """n -> log2(1 + (2^octaves - 1) n) / octaves: telephony's mu-law, with an exact 0."""
     if octaves != int(octaves) or not 1 <= octaves <= 16:

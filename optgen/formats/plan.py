@@ -21,9 +21,16 @@ from optgen.ops.dtypes import DType, f32
 
 SMALL = 4096
 
-# Recurrences under which a state is rounded to nearest whatever its neighbours need: a running maximum would
-# climb on the upward halves of stochastic rounding, and what is not an average of its past has nothing to gain.
-NEAREST = frozenset({"max", "previous", "constant"})
+
+def rounds_to_nearest(recurrence: Any) -> bool:
+    """Whether rounding "auto" means nearest for a state that recurs like this (an object with .kind and .decay).
+
+    A running maximum without decay would climb on the upward halves of stochastic rounding; with decay it must
+    be able to sink by less than a cell, like an average.  What does not depend on its past has nothing to gain.
+    """
+    if recurrence.kind == "max":
+        return recurrence.decay is None or bool(recurrence.decay == 1)
+    return recurrence.kind in ("previous", "constant")
 
 
 @dataclass(frozen=True)
@@ -177,8 +184,9 @@ class Plan:
     ) -> Storage:
         """The formats of these states (those present under the flags), for a parameter dtype and size class.
 
-        `recurrences` gives each state's recurrence (an object with `.kind`): rounding "auto" becomes nearest for
-        a kind in NEAREST and stochastic otherwise.  Raises UserError where a format cannot hold a state.
+        `recurrences` gives each state's recurrence: by it rounding "auto" becomes nearest or stochastic
+        (`rounds_to_nearest`; stochastic where it is not given).  Raises UserError where a format cannot hold a
+        state.
         """
         chosen: dict[str, Format] = {}
         for state in states:
@@ -198,7 +206,7 @@ class Plan:
         if fmt.rounding != "auto":
             return fmt
         recurrence = (recurrences or {}).get(state.name)
-        nearest = recurrence is not None and recurrence.kind in NEAREST
+        nearest = recurrence is not None and rounds_to_nearest(recurrence)
         return fmt.rounded("nearest" if nearest else "stochastic")
 
     def _format(self, state: StateDecl, small: bool) -> Format:

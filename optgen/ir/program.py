@@ -75,6 +75,7 @@ class Program:
     hypers: tuple[str, ...] = ()  # scalar names that host lets may read, e.g. lr, beta1, beta2, step
     ranges: tuple[tuple[str, tuple[float, float]], ...] = ()  # closed intervals of those names
     doc: str = ""
+    host_locals: tuple[Let, ...] = ()  # the author's named host values, of which scalars are made
     host_states: tuple[tuple[str, float], ...] = ()  # (name, initial value) of per-parameter host scalars
     host_stores: tuple[Let, ...] = ()  # new values of the host states, host space
 

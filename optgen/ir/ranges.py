@@ -120,3 +120,16 @@ def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval]) -> Inter
     if op in ("block_max", "block_min"):
         return a[0]
     return _INT if node.dtype.is_int else ANY
+
+
+def never_zero(node: Node) -> bool:
+    """Whether a host value is nonzero under every legal setting: constants, bias corrections 1 - beta**step, and
+    their roots, products and quotients."""
+    op, a = node.op, node.args
+    if op == "const":
+        return bool(node.attr != 0)
+    if op == "sub":
+        return a[0].op == "const" and a[0].attr == 1 and a[1].op == "pow" and a[1].args[1].attr == "step"
+    if op in ("sqrt", "neg"):
+        return never_zero(a[0])
+    return op in ("mul", "div") and never_zero(a[0]) and never_zero(a[1])

@@ -19,11 +19,6 @@ def decoupled(p: Num, lr: Num, weight_decay: Num) -> Num:
     return p * (1 - lr * weight_decay)
 
 
-def independent(p: Num, schedule: Num, weight_decay: Num) -> Num:
-    """The weight shrunk by weight_decay times the schedule's factor alone, whatever the size of lr."""
-    return p * (1 - schedule * weight_decay)
-
-
 def proximal(p: Num, lr: Num, weight_decay: Num) -> Num:
     """The implicit form, applied to the weight after the step: p / (1 + lr * weight_decay)."""
     return p / (1 + lr * weight_decay)
@@ -35,7 +30,10 @@ def cautious(p: Num, u: Num, lr: Num, weight_decay: Num) -> Num:
 
 
 def schedule_of(lr: Num, peak_lr: Num) -> Num:
-    """lr relative to the largest lr so far; 0 while lr has been 0 only."""
+    """lr relative to the largest lr so far; 0 while lr has been 0 only.
+
+    In the place of lr in `decoupled` it makes the decay follow the schedule alone, whatever the size of lr.
+    """
     return lr / maximum(peak_lr, 1e-30)
 
 

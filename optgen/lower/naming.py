@@ -37,13 +37,17 @@ class Recorder:
     def __init__(self, prefix: str, stage: Stage) -> None:
         self.prefix, self.stage = prefix, stage
         self.found: dict[tuple[int, int], tuple[str, Node]] = {}
+        self.order: dict[int, int] = {}  # node uid -> when it was made here; uids tell of earlier programs too
+        self.frames: dict[int, FrameType] = {}  # kept alive, so that no two calls have one id
 
     def __call__(self, node: Node) -> None:
+        self.order.setdefault(node.uid, len(self.order))
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not frame.f_globals.get("__name__", "").startswith("optgen.lower"):
             if not frame.f_globals.get("__name__", "").startswith("optgen.lang"):
                 statement = _targets(frame.f_code.co_filename).get(frame.f_lineno)
                 if statement is not None:
+                    self.frames[id(frame)] = frame
                     self.found[id(frame), statement[0]] = statement[1], node
             frame = frame.f_back
 
@@ -53,4 +57,4 @@ class Recorder:
         for target, node in self.found.values():
             name = target if target.startswith(self.prefix) else f"{self.prefix}_{target}"
             out.append(Let(name.strip("_"), node, self.stage))
-        return sorted(out, key=lambda let: let.node.uid)
+        return sorted(out, key=lambda let: self.order[let.node.uid])

@@ -7,6 +7,7 @@ the generated package that comes with optgen; a project's own are in its own `ge
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 
@@ -14,9 +15,19 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_") and name != "__all__":
         raise AttributeError(name)
     try:
-        return getattr(importlib.import_module("optgen._generated"), name)
+        found = getattr(importlib.import_module("optgen._generated"), name)
     except AttributeError:
         raise AttributeError(f"optgen.optim has no optimizer {name!r}; `optgen list` shows them") from None
+    plans = importlib.import_module("optgen.runtime.plans")
+    if plans.provider is None:
+        plans.provider = _compile_plan
+    return found
+
+
+def _compile_plan(cls: type, plan: str) -> ModuleType:
+    """A plan that was not built ahead: the compiler is loaded when the first one is asked for."""
+    made: ModuleType = importlib.import_module("optgen.driver.compile").provide(cls, plan)
+    return made
 
 
 def __dir__() -> list[str]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, is_const, postorder
 from optgen.ir.program import Program
+from optgen.ir.ranges import never_zero
 from optgen.ops import dtypes, spaces
 
 _PY = {
@@ -128,7 +129,7 @@ class Grouper:
         if node.op == "add" and node.space == spaces.elem:
             for x, e in (node.args, node.args[::-1]):
                 p = self.product(x)
-                if e.space == spaces.host and p.host is not None and _never_zero(p.host):
+                if e.space == spaces.host and p.host is not None and never_zero(p.host):
                     self.fired.add("eps")
                     inner = self.join(replace(p, host=None))
                     assert inner is not None
@@ -160,11 +161,6 @@ class Grouper:
             self.fired.add("group")
             return new
         return node
-
-
-def _never_zero(host: Node) -> bool:
-    """Whether the factor is a root or a bias correction, which no setting of the hyper-parameters makes 0."""
-    return any(n.op in ("sqrt", "pow") for n in postorder([host]))
 
 
 def _fuse(program: Program) -> tuple[Program, bool]:

@@ -20,7 +20,7 @@ from optgen.ops import dtypes, spaces
 
 def hoist(program: Program) -> Program:
     """See the module's docstring.  Names: the author's where a let of theirs is the scalar."""
-    own = {let.node.uid: let for let in program.body if let.node.space == spaces.host}
+    own = {let.node.uid: let for let in program.body if let.node.space == spaces.host and let.node.args}
     taken = set(program.hypers)
     found: dict[int, Let] = {}
     order: list[Let] = []
@@ -53,4 +53,4 @@ def hoist(program: Program) -> Program:
     new = replace(program, body=tuple(body)).map(Rewriter(rule))
     used = {n.attr for n in postorder(new.roots()) if n.op == "sym"}
     plain = [Let(name, ir.sym(name)) for name in program.hypers if name in used]
-    return replace(new, host=tuple(plain) + tuple(order))
+    return replace(new, host=tuple(plain) + tuple(order), host_locals=tuple(own.values()))

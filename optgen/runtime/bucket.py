@@ -64,7 +64,7 @@ class Bucket:
 def run_reference(bucket: Bucket, scalars: Sequence[float], step_key: int) -> None:
     """One eager torch call per parameter: any device, strict maths."""
     module = plans.part(bucket.plan, "reference")
-    function: Callable[..., None] = getattr(module, bucket.variant.function)
+    function: Callable[..., None] = getattr(module, bucket.variant.step_name)
     names = bucket.variant.names
     for p, g, s, stream in zip(bucket.params, bucket.grads, bucket.states, bucket.streams, strict=True):
         if p.numel():

@@ -154,7 +154,7 @@ class Launcher:
         return old
 
     def _build(self, bucket: Bucket, now: Signature, old: Tables | None) -> list[Launch]:
-        block, function = bucket.variant.block, bucket.variant.function
+        block, function = bucket.variant.block, bucket.variant.kernel_name
         kernels = plans.part(bucket.plan, "triton_kernels")
         tile, per_item = kernels.TILE[function], tiles_per_item(kernels, function)
         parts: dict[tuple[bool, bool], list[list[int]]] = {}
@@ -188,17 +188,17 @@ def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int)
 
     kernels = plans.part(bucket.plan, "triton_kernels")
     variant = bucket.variant
-    kernel: Any = getattr(kernels, variant.function)
+    kernel: Any = getattr(kernels, variant.kernel_name)
     grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
     with guard(bucket.device):
         for launch in tables.launches:
             kernel[(launch.work.shape[0],)](
                 launch.table,
                 launch.work,
-                **dict(zip(variant.scalars, scalars, strict=True)),
-                step_key=step_key,
+                *scalars,
+                step_key,
                 GRAD=grad,
-                TILES=tiles_per_item(kernels, variant.function),
+                TILES=tiles_per_item(kernels, variant.kernel_name),
                 RAGGED=launch.ragged,
                 ALIGNED=launch.aligned,
                 num_warps=1,

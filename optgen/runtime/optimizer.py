@@ -283,7 +283,8 @@ class Optimizer(torch.optim.Optimizer):
         """The steps of a state that is new or was not made here; 0 where fields may still have to be filled in."""
         count = state.step_count(entry["step"]) if entry and "step" in entry else 0
         if count is None:
-            raise RuntimeError(f"{state.label(p, name)}: step must be a whole number >= 0, got {entry and entry['step']!r}")
+            got = entry["step"] if entry else None
+            raise RuntimeError(f"{state.label(p, name)}: step must be a whole number >= 0, got {got!r}")
         if entry and count:
             entry["step"] = count
         return count
@@ -303,10 +304,10 @@ class Optimizer(torch.optim.Optimizer):
         group, variant = self.param_groups[bucket.group], bucket.variant
         hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.HYPERS}
         sign = -1.0 if group["maximize"] else 1.0
-        values = variant.host(
+        host, count = variant.host_for(bucket.triton)
+        values = host(
             bucket.step + 1, sign, **hypers, **dict(zip(variant.host_names, bucket.host, strict=True))
         )
-        count = len(variant.scalars)
         return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])
 
     # -- checkpoints ----------------------------------------------------------------------------------

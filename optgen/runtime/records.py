@@ -137,13 +137,17 @@ class Field:
 class Variant:
     """One kernel of a plan.
 
-    function     name of the step function; `<function>_decode`, `<function>_encode` stand beside it
+    function     name of the variant
+    step         name of its eager step function, where that is shared with another variant
+    kernel       name of its Triton kernel, likewise
+    codec        `<codec>_decode` and `<codec>_encode` convert its states, likewise
     param        dtype of the parameter ("bfloat16")
     small        whether it is the variant for tensors too small to be worth quantizing
     flags        the setting of the flags that it was made for
     fields       what is stored, in the order of the step function's arguments
-    scalars      names of its host scalars, in order
+    scalars      names of the step function's host scalars, in order
     host         (step, grad_scale, **hypers, **host_states) -> scalars, then new host states; fp64
+    kernel_scalars, kernel_host   the same for the kernel, whose maths may want other scalars
     block        elements per block of the fields with per > 1
     words        random words drawn per element; 0 where nothing is rounded stochastically
     host_states  (name, first value) of the per-parameter numbers that stay on the host
@@ -162,6 +166,29 @@ class Variant:
     stochastic: bool = False
     host_states: tuple[tuple[str, float], ...] = ()
     init: Mapping[str, float | str] = field(default_factory=dict)
+    step: str = ""
+    kernel: str = ""
+    codec: str = ""
+    kernel_scalars: tuple[str, ...] | None = None
+    kernel_host: HostFunction | None = None
+
+    @property
+    def step_name(self) -> str:
+        return self.step or self.function
+
+    @property
+    def kernel_name(self) -> str:
+        return self.kernel or self.function
+
+    @property
+    def codec_name(self) -> str:
+        return self.codec or self.function
+
+    def host_for(self, triton: bool) -> tuple[HostFunction, int]:
+        """(host function, number of scalars that it returns before the host states) of a backend."""
+        if triton and self.kernel_host is not None and self.kernel_scalars is not None:
+            return self.kernel_host, len(self.kernel_scalars)
+        return self.host, len(self.scalars)
 
     @cached_property
     def states(self) -> tuple[str, ...]:

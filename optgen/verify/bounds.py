@@ -18,8 +18,8 @@ from functools import lru_cache
 from typing import Any
 
 from optgen.base.errors import UserError
-from optgen.formats.blocked import Blocked
-from optgen.formats.companders import Compander
+from optgen.formats.blocked import HALF, Blocked
+from optgen.formats.companders import BELOW, Compander
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Master
 from optgen.formats.logminmax import LogMinMax
@@ -119,15 +119,18 @@ def _blocked_bound(fmt: Blocked) -> Bound:
     value = largest_error(fmt.compander, fmt.codes, random=stochastic(fmt), half=fmt.zero == "half" and not fmt.signed)
     unit = 1e-6
     steepest = (1.0 - _inverse(fmt.compander)(1.0 - unit)) / unit
-    # Three roundings on the way to the code, as a fraction of the code; three on the way back.  Companders
-    # without a short form go through exp2 and log2, 2 ulp each of exponents up to 2^7.
-    roundings = 4 if fmt.compander.short_decode is not None else 2**9
+    # Three roundings on the way to the code, as a fraction of the code; three on the way back, and what keeps the
+    # last code below the scale.  Companders without a short form go through exp2 and log2: 2 ulp each of exponents
+    # up to 2^7.
+    roundings = 4 + BELOW / ROUNDOFF if fmt.compander.short_decode is not None else 2**9
     slack = (roundings * steepest + roundings) * ROUNDOFF
     if scale.literal:
         slack += scale.excess  # the decoder multiplies with another scale than the encoder divided by
     valid = f"scale <= max(largest |{_what(fmt)}| of the block, {scale.low:.3g}) * (1 + {scale.excess:.3g})"
     if scale.literal:
-        valid = f"scale = largest |{_what(fmt)}| of the block, in [{scale.low:.3g}, {scale.high:.6g}]; beyond it: no bound"
+        valid = (
+            f"scale = largest |{_what(fmt)}| of the block, in [{scale.low:.3g}, {scale.high:.6g}]; beyond it: no bound"
+        )
     elif not scale.covers:
         valid += f", largest <= {scale.high:.3g}"
     return Bound(value, "scale * root" if fmt.relative else "scale", valid, slack, lambda: _blocked_formula(fmt))
@@ -151,7 +154,7 @@ def largest_error(compander: Compander, codes: int, *, random: bool, half: bool 
     reach = 1.0 if random else 0.5
     worst = 0.0
     for code in range(codes + 1):
-        kept = g((0.5 if half and code == 0 else code) / codes)
+        kept = g((HALF if half and code == 0 else code) / codes)
         low, high = g(max(code - reach, 0.0) / codes), g(min(code + reach, codes) / codes)
         worst = max(worst, kept - low, high - kept)
     return worst
@@ -349,7 +352,10 @@ def prove(compander: Compander) -> Proof:
     around = sympy.simplify(sympy.expand_log(sympy.simplify(g.subs(y, f)), force=True) - n)
     if around != 0:
         raise UserError(
-            "E304", loc=compander.loc, name=compander.name, why=f"SymPy cannot show that its inverse undoes it: {around}"
+            "E304",
+            loc=compander.loc,
+            name=compander.name,
+            why=f"SymPy cannot show that its inverse undoes it: {around}",
         )
     if not _nonnegative(sympy.diff(g, y), y):
         raise UserError("E304", loc=compander.loc, name=compander.name, why="SymPy cannot show that it increases")

@@ -7,7 +7,6 @@ decode; no sampling, no formula.  Stochastic formats are taken at both extremes 
 
 from __future__ import annotations
 
-
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,10 +49,10 @@ def certify(fmt: Format, units: int | None = None) -> Certificate:
         return _worst(lines, fmt, one_step_bound(fmt))
     if isinstance(fmt, LogMinMax):
         span = fmt.UNITS if units is None else units
-        # Half a margin inside the first and last unit, which hold the block's minimum and maximum.
-        margin = 1 << (fmt.unit - 2)
+        # The first and last unit hold the block's minimum and maximum; stochastically there is a margin to them.
+        margin = 1 << (fmt.unit - 2) if fmt.noise_bits else 0
         low = ONE - ((span // 2) << fmt.unit) + margin
-        high = low + (span << fmt.unit) - 2 * margin
+        high = ONE - ((span // 2) << fmt.unit) + (span << fmt.unit) - max(margin, 1 << 8)
         ends = (_kept(fmt, low), _kept(fmt, high))
         return _worst([_Line(fmt, low, high, ends, relative=True)], fmt, one_step_bound(fmt, span))
     raise TypeError(f"no certificate for {type(fmt).__name__}")
@@ -144,5 +143,3 @@ def _worst(lines: list[_Line], fmt: Format, bound: Bound) -> Certificate:
             if float(error[worst]) > supremum:
                 supremum, at = float(error[worst]), float(number[worst])
     return Certificate(supremum, at, bound)
-
-

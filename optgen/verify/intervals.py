@@ -251,13 +251,14 @@ def _lift(x: Ends, like: Interval) -> Interval:
 
 
 def _rounded(lo: Tensor, hi: Tensor, model: Model) -> Interval:
-    """The interval after one rounding.  0 rounds to 0; past the largest fp32 lies Inf."""
-    low = torch.where(lo == 0, 0.0, lo - (lo.abs() * model.unit + model.tiny))
-    high = torch.where(hi == 0, 0.0, hi + (hi.abs() * model.unit + model.tiny))
-    low = torch.where(low < -F32_LARGEST, -torch.inf, low)
-    high = torch.where(high > F32_LARGEST, torch.inf, high)
-    # An infinite end that the exact value does not reach: the other end stays what the exact value may be.
-    return Interval(torch.where(lo == torch.inf, F32_LARGEST, low), torch.where(hi == -torch.inf, -F32_LARGEST, high), model)
+    """The interval after one rounding, which crosses neither 0 nor, without becoming Inf, the largest fp32."""
+    low = lo - (lo.abs() * model.unit + model.tiny)
+    high = hi + (hi.abs() * model.unit + model.tiny)
+    low = torch.where(lo >= 0, low.clamp(min=0), torch.where(low < -F32_LARGEST, -torch.inf, low))
+    high = torch.where(hi <= 0, high.clamp(max=0), torch.where(high > F32_LARGEST, torch.inf, high))
+    # lo = inf: the fp32 value is Inf, the exact one may be any larger than the largest fp32.
+    low, high = torch.where(lo == torch.inf, F32_LARGEST, low), torch.where(hi == -torch.inf, -F32_LARGEST, high)
+    return Interval(low, high, model)
 
 
 def _hull(ends: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,148 @@
+"""Compiling in memory: a spec and a plan -> a class, without a generated folder in the user's project.
+
+The text is the same as `optgen build` writes.  It is kept in a folder of the user's cache, named by its own
+content, because Triton and tracebacks read sources from files; from there it is imported under a private package.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import importlib
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from optgen.base.errors import UserError, did_you_mean
+from optgen.driver import emit, judge, load
+from optgen.driver.project import MATHS
+from optgen.formats.plan import Plan
+from optgen.lang.spec import Spec
+from optgen.runtime import plans as runtime_plans
+
+PACKAGE = "_optgen_compiled"
+DEFAULT_PLAN = "int8_split24"
+
+_specs: dict[str, Spec] = {}  # module of a compiled class -> its spec
+
+
+def compile(
+    spec: Spec | str | Path,
+    plan: Plan | str = DEFAULT_PLAN,
+    maths: Literal["strict", "fast"] = "fast",
+) -> type[Any]:
+    """The optimizer class of a spec under a plan.
+
+    spec   a Spec, its name, its file ("specs/mine.py"), or file.py:name
+    plan   a Plan, its name, or plans.py:name; other plans are compiled when a parameter group asks for them
+    maths  "fast", or "strict": the same bits on every backend
+    """
+    if maths not in MATHS:
+        raise UserError("E411", option="maths", want="strict or fast", got=maths, hint=did_you_mean(str(maths), MATHS))
+    found = spec if isinstance(spec, Spec) else load.find_spec(spec)
+    chosen = plan if isinstance(plan, Plan) else load.find_plan(plan)
+    runtime_plans.provider = provide
+    return _class(found, chosen, maths)
+
+
+@lru_cache(maxsize=256)
+def _class(spec: Spec, plan: Plan, maths: Literal["strict", "fast"]) -> type[Any]:
+    spec.check()
+    judge.judge(spec, plan)
+    files = {"__init__.py": emit.emit_class(spec, (plan.name,))}
+    files |= {f"{plan.name}/{name}": text for name, text in emit.emit_plan(spec, plan, maths=maths).items()}
+    module = _import(spec.name, files)
+    _specs[module.__name__] = spec
+    made = getattr(module, spec.class_name)
+    assert isinstance(made, type)
+    return made
+
+
+def provide(cls: type, plan: str) -> ModuleType:
+    """The module of a plan that was not built ahead, for a generated or compiled class."""
+    base: Any = cls
+    spec = _specs.get(cls.__module__) or load.find_spec(base.SPEC)
+    if spec.class_name != cls.__name__:
+        raise ValueError(f"{cls.__name__} was built from a spec {base.SPEC!r} that is not here; build it with the plan")
+    try:
+        made = _class(spec, load.find_plan(plan), "fast")
+    except UserError as error:
+        raise ValueError(str(error)) from error  # what torch's callers expect of a wrong option
+    return importlib.import_module(f"{made.__module__}.{plan}")
+
+
+def _import(name: str, files: dict[str, str]) -> ModuleType:
+    """The package of these files: path below it -> text."""
+    key = hashlib.sha256()
+    for path, text in sorted(files.items()):
+        key.update(f"{path}\0{len(text)}\0{text}".encode())
+    package = f"{name}_{key.hexdigest()[:16]}"
+    root = cache_folder()
+    for path, text in files.items():
+        _put(root / package / path, text)
+    if PACKAGE not in sys.modules:
+        parent = ModuleType(PACKAGE, "Optimizers compiled in memory.")
+        parent.__path__ = []
+        sys.modules[PACKAGE] = parent
+    if str(root) not in sys.modules[PACKAGE].__path__:
+        sys.modules[PACKAGE].__path__.append(str(root))
+    importlib.invalidate_caches()
+    return importlib.import_module(f"{PACKAGE}.{package}")
+
+
+def _put(path: Path, text: str) -> None:
+    """Writes a file whose name is its content's: at once, or not at all; what is there already is compared."""
+    try:
+        if path.read_text(encoding="utf-8") == text:
+            return
+    except (FileNotFoundError, UnicodeDecodeError):
+        pass
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@lru_cache(maxsize=1)
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/optgen (~/.cache/optgen), the user's alone; a fresh folder for this process where it cannot be.
+
+    Code is imported from there: a folder that others own or may write to is not used.
+    """
+    folder = wanted_cache_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_private(folder):
+            # Python writes its own files only where it can.
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+    except OSError:
+        pass
+    fresh = Path(tempfile.mkdtemp(prefix="optgen-"))
+    atexit.register(shutil.rmtree, fresh, ignore_errors=True)
+    return fresh
+
+
+def wanted_cache_folder() -> Path:
+    """Where the cache would be."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    home = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
+    return home / "optgen"
+
+
+def is_private(folder: Path) -> bool:
+    """Whether a folder is this user's own, no link, and writable by nobody else."""
+    found = folder.lstat()
+    owned = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
+    return stat.S_ISDIR(found.st_mode) and owned and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,0 +1,52 @@
+"""Whether a plan may store a rule's states: the formats that fit, and the lint's verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from optgen.driver import targets
+from optgen.formats.plan import Plan
+from optgen.lang.spec import Spec
+from optgen.verify import lint
+from optgen.verify.lint import Finding
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the lint says about a pair over all its cases, each finding once."""
+
+    findings: tuple[Finding, ...]
+    forced: str  # why it is built all the same; "" if it need not be
+
+    @property
+    def refused(self) -> bool:
+        return any(f.severity == "error" for f in self.findings) and not self.forced
+
+
+def judge(spec: Spec, plan: Plan, *, force: bool = False) -> Verdict:
+    """The verdict; raises UserError where a format cannot hold a state, or (without `force`) the lint refuses."""
+    found: list[Finding] = []
+    for case in targets.cases(spec, plan):
+        if force:
+            found += lint.lint(lint.recurrences(spec, case.flags), case.storage)
+        else:
+            found += lint.check(spec, plan, case.storage, case.flags)
+    return Verdict(_once(found), plan.forced or ("--force" if force else ""))
+
+
+def look(spec: Spec, plan: Plan) -> Verdict:
+    """The verdict without refusing on the lint's account; raises UserError only where a format does not fit."""
+    found = [
+        f for case in targets.cases(spec, plan) for f in lint.lint(lint.recurrences(spec, case.flags), case.storage)
+    ]
+    return Verdict(_once(found), plan.forced)
+
+
+def _once(found: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Each (rule, state) once, in order."""
+    seen: dict[tuple[str, str], Finding] = {}
+    for f in found:
+        seen.setdefault((f.code, f.state), f)
+    order = {"error": 0, "warning": 1, "note": 2}
+    return tuple(sorted(seen.values(), key=lambda f: order[f.severity]))

@@ -1,0 +1,459 @@
+"""What one optimizer step may be off by, and whether generated code keeps to it.
+
+The step of an optimizer is decode, update, encode.  Decoding is exact; the update is enclosed by reading the
+spec on intervals (verify/intervals.py); encoding adds the format's own bound (verify/bounds.py) times the scale
+that the block can have.  Put together, that encloses what the kernel keeps and the fp64 oracle alike, element
+by element, from nothing but the spec, the plan and the values before the step.
+
+    trial = Trial(AdamW, spec, p, states, plan="int8_split24", dtype=torch.bfloat16)
+    report = trial.check_step(g)                # one step against the fp64 oracle started from what was kept
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.formats.blocked import Blocked
+from optgen.formats.floats import Float
+from optgen.formats.format import Format, Master
+from optgen.formats.logminmax import LogMinMax
+from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
+from optgen.formats.plan import Storage
+from optgen.lang.spec import Spec
+from optgen.ops.dtypes import FROM_TORCH, DType
+from optgen.runtime import checkpoint, layout
+from optgen.verify import bounds
+from optgen.verify.intervals import F32_UNIT, STRICT, Interval, Model
+
+SMALLEST_NORMAL = {"f32": 2.0**-126, "bf16": 2.0**-126, "f16": 2.0**-14}
+MANTISSA = {"f32": 23, "bf16": 7, "f16": 10}
+LARGEST = {"f32": (2 - 2.0**-23) * 2.0**127, "bf16": (2 - 2.0**-7) * 2.0**127, "f16": 65504.0}
+
+
+@dataclass(frozen=True)
+class Values:
+    """A parameter between two steps, as enclosures: points where the decoded values are known.
+
+    p, states   of the parameter's shape; only the states that are on
+    host        host states; step: how many steps were made
+    """
+
+    p: Interval
+    states: Mapping[str, Interval]
+    host: Mapping[str, float] = field(default_factory=dict)
+    step: int = 0
+
+    @classmethod
+    def decoded(
+        cls, values: Mapping[str, Tensor], host: Mapping[str, float], step: int, model: Model = STRICT
+    ) -> Values:
+        """From decoded tensors: "p" and the states by name."""
+        points = {k: Interval.point(v, model) for k, v in values.items()}
+        return cls(points.pop("p"), points, host, step)
+
+
+def oracle(
+    spec: Spec, before: Mapping[str, Tensor], g: Tensor, step: int, host: Mapping[str, float], hypers: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Step number `step` + 1 in fp64, from decoded values: "p" and the states."""
+    states = {k: v.double() for k, v in before.items() if k != "p"}
+    p, new, _ = spec.evaluate(before["p"].double(), g.double(), step + 1, states, host, **hypers)
+    return {"p": p, **new}
+
+
+def enclose(
+    spec: Spec,
+    storage: Storage,
+    before: Values,
+    g: Tensor,
+    hypers: Mapping[str, Any],
+    kept: Mapping[str, Tensor] | None = None,
+) -> Values:
+    """Everything that may be kept after one more step, the exact result included.
+
+    hypers  constructor arguments (flags too); the gradient has any float dtype
+    kept    decoded states after the step, where they are known: what a relative format divided by is then a
+            number, not an interval
+    """
+    model = before.p.model
+    gradient = Interval.point(g.float(), model)
+    p, states, host = spec.evaluate(before.p, gradient, before.step + 1, before.states, before.host, **hypers)
+    new: dict[str, Interval] = {}
+    for name in sorted(states, key=lambda s: storage.states[s].relative):  # what others are relative to comes first
+        fmt, root = storage.states[name], None
+        if fmt.relative:
+            base = next(s.normalized_by for s in spec.states if s.name == name)
+            assert base is not None
+            found = new[base] if kept is None else Interval.point(kept[base], model)
+            root = _root(found)
+        shape = before.p.shape
+        new[name] = stored(fmt, _full(states[name], shape), root)
+    return Values(stored_weight(storage, p), {k: new[k] for k in states}, host, before.step + 1)
+
+
+def one_step_bound(
+    spec: Spec,
+    storage: Storage,
+    before: Mapping[str, Tensor],
+    g: Tensor,
+    step: int,
+    hypers: Mapping[str, Any],
+    host: Mapping[str, float] | None = None,
+    *,
+    model: Model = STRICT,
+    kept: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The largest distance of what is kept to the fp64 oracle, per element of "p" and of each state.
+
+    before  decoded "p" and states, fp32; inf where nothing can be promised (overflow, division by 0, NaN)
+    """
+    start = Values.decoded(before, host or {}, step, model)
+    after = enclose(spec, storage, start, g, hypers, kept)
+    exact = oracle(spec, before, g, step, host or {}, hypers)
+    return {k: x.distance(exact[k]) for k, x in {"p": after.p, **after.states}.items()}
+
+
+# -- what storing adds
+
+
+def _full(x: Interval, shape: torch.Size) -> Interval:
+    return Interval(x.lo.expand(shape), x.hi.expand(shape), x.model)
+
+
+def _root(x: Interval) -> Interval:
+    """The root of a kept value as its format gives it: that of the exact square, not of the rounded one."""
+    lo, hi = x.lo.clamp(min=0).sqrt(), x.hi.sqrt()
+    return Interval(lo * (1 - 2 * F32_UNIT), hi * (1 + 2 * F32_UNIT), x.model)
+
+
+def stored(fmt: Format, x: Interval, root: Interval | None = None) -> Interval:
+    """What decode(encode(x)) may be, for every x in the interval; blocks run along the rows of the 2-D view."""
+    if isinstance(fmt, Float):
+        return _stored_float(fmt.dtype, bounds.one_step_bound(fmt).total, fmt.noise_bits > 0, x)
+    if isinstance(fmt, Blocked):
+        return _stored_blocked(fmt, x, root)
+    if isinstance(fmt, LogMinMax):
+        return _stored_log(fmt, x)
+    # A format from elsewhere: nothing is known about it.
+    return Interval(torch.full_like(x.lo, math.nan), torch.full_like(x.lo, math.nan), x.model)
+
+
+def _stored_float(dtype: DType, relative: float, random: bool, x: Interval) -> Interval:
+    if dtype.name == "f32":
+        return x
+    # Below the normal numbers the step stays what it is at the smallest of them.
+    absolute = SMALLEST_NORMAL[dtype.name] * 2.0 ** -(MANTISSA[dtype.name] + (0 if random else 1))
+    return _saturated(x.widened(_error(relative, absolute, x)), LARGEST[dtype.name])
+
+
+def _error(relative: float, absolute: float, x: Interval) -> Tensor:
+    """|kept - x| <= relative * |x|, or `absolute` where that is more; NaN stays NaN."""
+    error: Tensor = (x.magnitude() * relative).clamp(min=absolute)
+    return torch.where(x.magnitude() == 0, 0.0, error)
+
+
+def _saturated(x: Interval, largest: float) -> Interval:
+    """Beyond the largest number a dtype has Inf."""
+    lo = torch.where(x.lo < -largest, -torch.inf, x.lo.clamp(max=largest))
+    hi = torch.where(x.hi > largest, torch.inf, x.hi.clamp(min=-largest))
+    return Interval(lo, hi, x.model)
+
+
+def stored_weight(storage: Storage, x: Interval) -> Interval:
+    """What the weight may read as after it was kept."""
+    master, param = storage.master, storage.param
+    if param.name == "f32" or isinstance(master, Copy):
+        return x
+    relative = bounds.master_bound(master, param).total
+    if isinstance(master, Kahan):
+        relative += F32_UNIT  # weight and compensation are added again
+    kept = x.widened(_error(relative, _absolute(master, param, relative), x))
+    return _saturated(kept, LARGEST[param.name])
+
+
+def _absolute(master: Master, param: DType, relative: float) -> float:
+    """What a weight below the normal numbers of its dtype may be off by."""
+    normal, mantissa = SMALLEST_NORMAL[param.name], MANTISSA[param.name]
+    if isinstance(master, Native):
+        return normal * 2.0 ** -(mantissa + (0 if master.noise_bits(param) else 1))
+    if isinstance(master, Split):
+        if param.name == "bf16" and master.bits == 16:
+            return 0.0
+        return float(normal * 2.0 ** -(mantissa + master.bits + (0 if master.noise_bits(param) else 1)))
+    if isinstance(master, Kahan):
+        return normal * 2.0 ** -(mantissa + 1)
+    if isinstance(master, Ecc8):
+        return relative * normal + 2.0**-148
+    return normal * 2.0**-mantissa
+
+
+class _Blocks:
+    """Tensors of one shape as (rows, blocks, size), and back."""
+
+    def __init__(self, shape: torch.Size, size: int) -> None:
+        self.shape, self.size = shape, size
+        self.rows, self.columns = layout.grid(shape)
+        self.blocks = -(-self.columns // size)
+
+    def split(self, x: Tensor, fill: float) -> Tensor:
+        x = x.reshape(self.rows, self.columns)
+        x = torch.nn.functional.pad(x, (0, self.blocks * self.size - self.columns), value=fill)
+        return x.view(self.rows, self.blocks, self.size)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of each block at each of its elements; NaN wins."""
+        return self._spread(self.split(x, -math.inf).amax(-1, keepdim=True))
+
+    def smallest(self, x: Tensor) -> Tensor:
+        return self._spread(self.split(x, math.inf).amin(-1, keepdim=True))
+
+    def _spread(self, x: Tensor) -> Tensor:
+        x = x.expand(self.rows, self.blocks, self.size).reshape(self.rows, -1)
+        return x[:, : self.columns].reshape(self.shape)
+
+
+def _stored_blocked(fmt: Blocked, x: Interval, root: Interval | None) -> Interval:
+    """The error of the code times the largest scale that the block can have."""
+    if x.lo.numel() == 0:
+        return x
+    value = x
+    if fmt.relative:
+        assert root is not None
+        value = x / root
+    if fmt.of == "sqrt":
+        value = x.reader.sqrt(x)
+    blocks = _Blocks(x.shape, fmt.block)
+    top = blocks.largest(value.magnitude())
+    scale = fmt.scale
+    decoded = top.clamp(min=scale.low) * (1 + scale.excess) * (1 + F32_UNIT)
+    error = bounds.one_step_bound(fmt).total * decoded
+    if fmt.signed or fmt.zero == "keep":
+        error = torch.where(top == 0, 0.0, error)
+    # Infinite or beyond what scales can follow: nothing is promised.
+    lost = ~(top <= scale.high)
+    if scale.literal:
+        lost |= (blocks.largest(_least_magnitude(value)) < scale.low) & (top != 0)
+    error = torch.where(lost, torch.nan, error)
+    kept = Interval(value.lo - error, value.hi + error, x.model)
+    if fmt.of == "sqrt":
+        kept = Interval(kept.lo.clamp(min=0), kept.hi, x.model)
+        return kept * kept
+    return kept * root if root is not None else kept
+
+
+def _least_magnitude(x: Interval) -> Tensor:
+    return abs(x).lo
+
+
+def _stored_log(fmt: LogMinMax, x: Interval) -> Interval:
+    """The relative error for as many units as the block can span; what is far below its maximum reads as more."""
+    if x.lo.numel() == 0:
+        return x
+    value = x.reader.sqrt(x) if fmt.of == "sqrt" else x
+    blocks = _Blocks(x.shape, fmt.block)
+    margin = 1 << (fmt.unit - 3) if fmt.noise_bits else 0
+
+    def unit_of(t: Tensor, offset: int) -> Tensor:
+        """The unit in which an fp32 lies, as the encoder counts them."""
+        pattern = t.float().clamp(min=0).view(torch.int32).long().clamp(fmt.lowest, fmt.highest)
+        return (pattern + offset) >> fmt.unit
+
+    lost = blocks.largest(value.magnitude()).isnan() | blocks.largest(value.magnitude()).isinf()
+    lo, hi = torch.where(lost, 1.0, value.lo), torch.where(lost, 1.0, value.hi)
+    down, up = torch.nextafter(lo.float(), torch.tensor(0.0)), torch.nextafter(hi.float(), torch.tensor(math.inf))
+    above = unit_of(blocks.largest(up), margin) + 1
+    units = (above - unit_of(blocks.smallest(down), -margin)).clamp(1, fmt.UNITS)
+    table = torch.tensor([0.0] + [bounds.one_step_bound(fmt, k).total for k in range(1, fmt.UNITS + 1)]).double()
+    relative = table[units]
+    # Where the codes of the block start at the highest.
+    first = torch.maximum(unit_of(blocks.smallest(up), -margin), above - fmt.UNITS).clamp(min=fmt.lowest >> fmt.unit)
+    start = (first << fmt.unit).to(torch.int32).view(torch.float32).double()
+    highest = torch.tensor(fmt.highest, dtype=torch.int32).view(torch.float32).double()
+    low = torch.minimum(lo, highest) * (1 - relative)
+    high = torch.where(hi < start, start * (1 + 2 * relative), hi * (1 + relative))
+    low, high = torch.where(lost, torch.nan, low.clamp(min=0)), torch.where(lost, torch.nan, high)
+    kept = Interval(low, high, x.model)
+    return kept * kept if fmt.of == "sqrt" else kept
+
+
+# -- generated code against it
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The element of one value that comes closest to its bound, or breaks it."""
+
+    name: str
+    ratio: float  # error / bound
+    error: float
+    bound: float
+    got: float
+    exact: float
+    index: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One step of generated code beside its enclosure.
+
+    broken   names of the values of which some element lies outside
+    claimed  share of the elements about which something is promised
+    """
+
+    worst: Mapping[str, Worst]
+    broken: tuple[str, ...]
+    claimed: float
+
+    @property
+    def ok(self) -> bool:
+        return not self.broken
+
+    def join(self, other: Report) -> Report:
+        """The worse of both, value by value."""
+        worst = dict(self.worst)
+        for name, w in other.worst.items():
+            if name not in worst or not w.ratio <= worst[name].ratio:
+                worst[name] = w
+        broken = tuple(dict.fromkeys((*self.broken, *other.broken)))
+        return Report(worst, broken, min(self.claimed, other.claimed))
+
+
+def compare(after: Mapping[str, Tensor], inside: Values, exact: Mapping[str, Tensor]) -> Report:
+    """Decoded values after a step, where they should lie, and the fp64 oracle."""
+    worst: dict[str, Worst] = {}
+    broken: list[str] = []
+    claimed, elements = 0, 0
+    for name, enclosure in {"p": inside.p, **inside.states}.items():
+        got, wanted = after[name].double(), exact[name].expand(after[name].shape)
+        if got.numel() == 0:
+            continue
+        elements += got.numel()
+        claimed += int(enclosure.known.sum())
+        outside = ~enclosure.contains(got)
+        if outside.any():
+            broken.append(name)
+        bound = enclosure.distance(wanted)
+        error = (got - wanted).abs()
+        ratio = torch.where(error == 0, 0.0, error / bound).nan_to_num(nan=0.0, posinf=math.inf)
+        ratio = torch.where(outside, torch.maximum(ratio, torch.tensor(1.0).double()).nextafter(ratio + 1), ratio)
+        k = int(ratio.argmax())
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(k), got.shape))
+        values = (float(v.reshape(-1)[k]) for v in (ratio, error, bound, got, wanted))
+        worst[name] = Worst(name, *values, index=index)
+    return Report(worst, tuple(broken), claimed / elements if elements else 1.0)
+
+
+class Trial:
+    """One parameter under a generated optimizer, stepped and watched.
+
+    cls      the generated class; spec, storage: what it was made from
+    p        fp32 values of the weight, any shape; kept in `dtype`
+    states   fp32 values of states before the first step (the rest start as the spec says); `step`: steps made
+    options  hyper-parameters and flags by constructor name
+    """
+
+    def __init__(
+        self,
+        cls: Any,
+        spec: Spec,
+        p: Tensor,
+        states: Mapping[str, Tensor] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        plan: str,
+        backend: str = "reference",
+        seed: int = 0,
+        step: int = 0,
+        model: Model = STRICT,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.spec, self.model = spec, model
+        self.options = dict(options or {})
+        self.maximize = bool(self.options.get("maximize", False))
+        self.hypers = {k: v for k, v in self.options.items() if k != "maximize"}
+        self.param = torch.nn.Parameter(p.to(dtype))
+        self.param.grad_dtype = None  # gradients of any dtype
+        self.optimizer = cls([self.param], plan=plan, backend=backend, seed=seed, **self.options)
+        group = self.optimizer.param_groups[0]
+        _, self.module, self.variant = checkpoint.select(type(self.optimizer), group, self.param)
+        self._start(states or {}, step)
+
+    def _start(self, states: Mapping[str, Tensor], step: int) -> None:
+        shape = self.param.shape
+        flags = self.spec.flag_values(self.hypers, tuple(shape))
+        values: dict[str, Tensor | float] = {}
+        for s in self.spec.present(flags):
+            start = self.param.detach().float() if s.init == "param" else float(s.init)
+            values[s.name] = states.get(s.name, start)
+        fields = {f.name for f in self.variant.fields}
+        made: dict[str, Any] = layout.encode(self.module, self.variant, self.param, values, fields)
+        host = {h.name: h.init for h in self.spec.present_host(flags)}
+        nothing = torch.zeros((), dtype=torch.float64)
+        for t in range(1, step + 1 if host else 1):  # host states depend on hyper-parameters and t alone
+            _, _, host = self.spec.evaluate(nothing, nothing, t, None, host, **self.hypers)
+        self.optimizer.state[self.param] = {"step": step, **made, **host}
+        self.flags = flags
+
+    def storage(self, plan: Any, recurrences: Mapping[str, Any]) -> Storage:
+        """How the plan stores this parameter."""
+        param = FROM_TORCH[str(self.param.dtype).removeprefix("torch.")]
+        found: Storage = plan.storage(self.spec.present(self.flags), param, self.variant.small, recurrences)
+        return found
+
+    @property
+    def step(self) -> int:
+        return int(self.optimizer.state[self.param]["step"])
+
+    @property
+    def host(self) -> dict[str, float]:
+        state = self.optimizer.state[self.param]
+        return {name: float(state[name]) for name in self.variant.host_names}
+
+    def decoded(self) -> dict[str, Tensor]:
+        """fp32 "p" and states, as kept."""
+        state = self.optimizer.state[self.param]
+        names = ["p", *(s.name for s in self.spec.present(self.flags))]
+        return layout.decode(self.module, self.variant, self.param, state, names)
+
+    def run(self, g: Tensor) -> None:
+        """One step along the gradient g, of any float dtype."""
+        self.param.grad = g.clone()
+        self.optimizer.step()
+
+    def check_step(self, storage: Storage, g: Tensor) -> Report:
+        """One step, against the enclosure and the oracle that start from what is kept now."""
+        before, host, step = self.decoded(), self.host, self.step
+        self.run(g)
+        after = self.decoded()
+        signed = -g if self.maximize else g
+        start = Values.decoded(before, host, step, self.model)
+        inside = enclose(self.spec, storage, start, signed, self.hypers, kept=after)
+        return compare(after, inside, oracle(self.spec, before, signed.float(), step, host, self.hypers))
+
+    def check_steps(self, storage: Storage, gradients: list[Tensor], *, carried: bool = False) -> Report:
+        """Several steps; `carried`: against the enclosure and the oracle carried on from before the first one."""
+        if not carried:
+            report = self.check_step(storage, gradients[0])
+            for g in gradients[1:]:
+                report = report.join(self.check_step(storage, g))
+            return report
+        exact = {k: v.double() for k, v in self.decoded().items()}
+        inside = Values.decoded(exact, self.host, self.step, self.model)
+        reports = []
+        for g in gradients:
+            host, step = self.host, self.step
+            self.run(g)
+            signed = -g if self.maximize else g
+            inside = enclose(self.spec, storage, replace(inside, host=host, step=step), signed, self.hypers)
+            exact = oracle(self.spec, exact, signed.float(), step, host, self.hypers)
+            reports.append(compare(self.decoded(), inside, exact))
+        report = reports[0]
+        for other in reports[1:]:
+            report = report.join(other)
+        return report

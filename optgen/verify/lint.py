@@ -1,0 +1,299 @@
+"""What a plan does to a rule's states over many steps, decided before anything runs.
+
+A format is judged by what happens when a state is decoded, updated and encoded again at every step, not by the
+error of storing it once.  What each state does to its old self (an average, a sum, a maximum ...) is derived from
+the spec; the rest from the format.
+
+L1  a signed average, to nearest: no code may be stuck, that is, keep itself under decay alone
+L2  a nonnegative average (or decaying maximum), to nearest: a cell is at most half of what a step can change,
+    (1 - decay) / 2
+L3  a signed state must have an exact 0
+L4  power-of-two scales, to nearest, 5 bits or fewer: the average becomes an integrator
+L5  a scale (or a float) must follow the whole range of fp32, or saturate
+L6  a scale that is itself rounded to nearest, and not what the encoder divides by, is a second average that sticks
+L7  statistics of a whole tensor cost a second pass over memory
+L8  an ever-growing sum, to nearest, stops at the first value whose half cell exceeds a step
+L9  a running maximum without decay, stochastically, climbs: what is rounded up is never taken back; a constant
+    wanders
+L10 what is only ever multiplied stays 0 once it is 0
+L11 a narrow weight, to nearest, loses updates below half of its last place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from optgen.base.errors import UserError
+from optgen.formats.blocked import Blocked
+from optgen.formats.floats import Float
+from optgen.formats.format import Format, Noise
+from optgen.formats.logminmax import LogMinMax
+from optgen.formats.masters import Ecc8, Kahan, Native, Split
+from optgen.formats.plan import Plan, Storage
+from optgen.ir import node as ir
+from optgen.lang.spec import Spec
+from optgen.lang.values import Value
+from optgen.ops import dtypes, spaces
+from optgen.ops.prims import REDUCTIONS
+from optgen.verify import bounds
+
+Severity = Literal["error", "warning", "note"]
+AVERAGES = ("ema", "other")
+
+# What a scale or float must at least follow: gradients of large models, squared and averaged, and their spikes.
+LOW, HIGH = 2.0**-50, 2.0**63
+TYPICAL = 0.9  # a decay that is 0 by default and in use
+LATE = 1e6  # the step at which decays are taken: what the first steps do differently is forgotten
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """How a state depends on its old self; `decay` at the default hyper-parameters, None where it has none."""
+
+    kind: str
+    decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One verdict; an error refuses the plan unless it is forced."""
+
+    code: str
+    severity: Severity
+    state: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.severity}: `{self.state}`: {self.reason}"
+
+
+# -- what the spec says
+
+
+def recurrences(spec: Spec, flags: Mapping[str, bool] | None = None) -> dict[str, Recurrence]:
+    """Every present state's recurrence, decays as numbers."""
+    from optgen.lang.symbolic import recurrence
+
+    chosen = {f.name: f.default for f in spec.flags} | dict(flags or {})
+    found = {s.name: recurrence(spec, chosen, s.name) for s in spec.present(chosen)}
+    values = {part: value for h in spec.hypers for part, value in zip(h.parts, h.values, strict=True)}
+    # A flag that says that a hyper-parameter is not 0 rules its default of 0 out.
+    values |= {f.nonzero: TYPICAL for f in spec.flags if f.nonzero and chosen[f.name] and values.get(f.nonzero) == 0}
+    values["step"] = LATE
+    return {name: Recurrence(r.kind, _number(r.decay, values)) for name, r in found.items()}
+
+
+def _number(decay: Any, values: Mapping[str, float]) -> float | None:
+    if decay is None or isinstance(decay, (int, float)):
+        return decay
+    number = decay.subs({symbol: values[symbol.name] for symbol in decay.free_symbols if symbol.name in values})
+    return float(number) if number.is_number else None
+
+
+# -- the verdicts
+
+
+def lint(recurrences: Mapping[str, Recurrence], storage: Storage) -> list[Finding]:
+    """Everything there is to say about these states under this storage, errors first."""
+    out: list[Finding] = []
+    for name, fmt in storage.states.items():
+        recurrence = recurrences.get(name, Recurrence("other"))
+        nonneg = name in storage.nonneg
+        for code, severity, reason in _of_state(fmt, recurrence, nonneg):
+            out.append(Finding(code, severity, name, reason))
+    out += _of_weight(storage)
+    order = {"error": 0, "warning": 1, "note": 2}
+    return sorted(out, key=lambda f: order[f.severity])
+
+
+Verdict = tuple[str, Severity, str]
+
+
+def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict]:
+    if isinstance(fmt, Float) and fmt.dtype is dtypes.f32:
+        return []
+    out = _of_format(fmt, nonneg)
+    kind, decay = recurrence.kind, recurrence.decay
+    nearest = fmt.noise_bits == 0
+    if kind == "ema" and nearest and decay is not None:
+        out += _l2(fmt, decay) if nonneg else _l1(fmt, decay)
+    if kind in AVERAGES and decay is None and nearest:
+        out.append(("L2", "warning", "its decay is unknown, so nearest rounding may keep it from moving"))
+    if kind == "sum" and nearest:
+        reason = (
+            "it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell"
+        )
+        out.append(("L8", "error", reason))
+    if kind == "max" and nearest and decay is not None and decay < 1:
+        out += _l2(fmt, decay)
+    if kind == "max" and not nearest and (decay is None or decay == 1):
+        reason = "a running maximum climbs on the upward halves of stochastic rounding and never comes back"
+        out.append(("L9", "error", reason))
+    if kind == "constant" and not nearest and not isinstance(fmt, Float):
+        out.append(("L9", "error", "it never changes, yet is rounded anew at every step and wanders off"))
+    if kind == "multiplicative" and not isinstance(fmt, Float) and not fmt.positive:
+        out.append(
+            ("L10", "error", "it is only ever multiplied, and the format can round it to 0, where it would stay")
+        )
+    return out
+
+
+def _of_format(fmt: Format, nonneg: bool) -> list[Verdict]:
+    out: list[Verdict] = []
+    if not nonneg and not _keeps_zero(fmt):
+        out.append(("L3", "error", "the format has no exact 0: a state without gradients would drift"))
+    if isinstance(fmt, Float) and fmt.dtype is dtypes.f16:
+        out.append(("L5", "error", "f16 turns moments beyond 65504 into Inf and those under 2^-25 into 0"))
+    if isinstance(fmt, Blocked):
+        scale = fmt.scale
+        if scale.name == "e8m0" and fmt.noise_bits == 0 and fmt.bits <= 5:
+            out.append(
+                ("L4", "error", f"{fmt.bits}-bit codes under power-of-two scales, to nearest, gain on every step")
+            )
+        if scale.high < HIGH or scale.low > LOW:
+            reason = f"its scales cover {scale.low:.2g} to {scale.high:.3g} only: blocks beyond overflow or freeze"
+            out.append(("L5", "error", reason))
+        if scale.literal:
+            reason = (
+                "its scales are rounded to nearest, and the encoder divides by other ones: they stick like codes do"
+            )
+            out.append(("L6", "error", reason))
+    wide = _wide_reductions(fmt)
+    if wide:
+        out.append(("L7", "warning", f"it needs {', '.join(wide)} before anything can be encoded: a second pass"))
+    return out
+
+
+def _l1(fmt: Format, decay: float) -> list[Verdict]:
+    stuck, largest, of = stuck_set(fmt, decay)
+    if not stuck:
+        return []
+    reason = f"to nearest, {stuck} codes up to {largest:.2g} of the {of} keep themselves under a decay of {decay:g}"
+    return [("L1", "error", f"{reason}: a state without gradients never returns to 0")]
+
+
+def _l2(fmt: Format, decay: float) -> list[Verdict]:
+    cell, allowed = relative_cell(fmt), (1 - decay) / 2
+    if cell <= allowed:
+        return []
+    factor = bounds.steady_state(fmt, decay)
+    reason = f"to nearest, cells of up to {cell:.2g} of the value swallow the steps of an average with decay {decay:g}"
+    reach = f" ({factor})" if factor.of == "factor" else ""
+    return [("L2", "error", f"{reason}, which change it by {1 - decay:.2g} at most{reach}")]
+
+
+def _of_weight(storage: Storage) -> list[Finding]:
+    master, param = storage.master, storage.param
+    if param is dtypes.f32 or master.noise_bits(param):
+        return []
+    last = {"bf16": 8, "f16": 11}[param.name]
+    if isinstance(master, Native):
+        reason = f"updates below 2^-{last} of the weight are lost: to nearest, a {param.name} weight stops learning"
+        return [Finding("L11", "warning", "p", reason)]
+    if isinstance(master, (Kahan, Ecc8)) or isinstance(master, Split) and master.bits == 8:
+        reason = f"updates below about 2^-{last + 8} of the weight are lost"
+        return [Finding("L11", "note", "p", reason)]
+    return []
+
+
+# -- facts about formats
+
+
+@lru_cache(maxsize=1024)
+def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
+    """(how many codes, the largest value, of what) with encode(decay * decode(code)) = code, 0 aside.
+
+    The scale is held by another element of the block.
+    """
+    if isinstance(fmt, Blocked):
+        n, f, g = fmt.codes, fmt.compander.curve, fmt.compander.inverse
+        stuck = [c for c in range(1, n + 1) if n * float(f(decay * float(g(c / n)))) >= c - 0.5]
+        return len(stuck), float(g(max(stuck) / n)) if stuck else 0.0, "scale"
+    if isinstance(fmt, Float):
+        # Stuck are mantissas m / 2^s, m in [2^s, 2^(s+1)), with (1 - decay) m <= 1/2.
+        first = 1 << {"bf16": 7, "f16": 10}[fmt.dtype.name]
+        count = sum((1 - decay) * m <= 0.5 for m in range(first, 2 * first))
+        return count, float(count > 0), "value"
+    if isinstance(fmt, LogMinMax):
+        return 256, 1.0, "value"  # unsigned: never a signed average's format
+    return _measured_stuck_set(fmt, decay)
+
+
+def _measured_stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
+    """For formats that this package does not know: 4097 values under a block maximum of 1, encoded for real."""
+    import torch
+
+    size = max(fmt.block, 2)
+    block = torch.zeros(4097, 1, size)
+    block[:, 0, 0] = 1.0
+    block[:, 0, 1] = torch.linspace(0, 1, 4097)
+    root = torch.ones(()) if fmt.relative else None
+    once = fmt.decode(fmt.encode(block, root=root), root=root)[:, 0, 1]
+    block[:, 0, 1] = once * decay
+    again = fmt.decode(fmt.encode(block, root=root), root=root)[:, 0, 1]
+    stuck = once[(again == once) & (once != 0)].unique()
+    return len(stuck), float(stuck.max()) if len(stuck) else 0.0, "block's maximum"
+
+
+@lru_cache(maxsize=1024)
+def relative_cell(fmt: Format) -> float:
+    """The widest cell of a nonnegative format, relative to the value: next code / code - 1."""
+    if isinstance(fmt, Float):
+        return 2.0 ** -{"f32": 23, "bf16": 7, "f16": 10}[fmt.dtype.name]
+    if isinstance(fmt, LogMinMax):
+        cell = (0.5 if fmt.of == "sqrt" else 1.0) / bounds.cells_per_unit(fmt.UNITS)
+        return float((1 + cell) ** 2 - 1 if fmt.of == "sqrt" else cell)
+    if isinstance(fmt, Blocked):
+        g = fmt.compander.inverse
+        ratio = float(g(2 / fmt.codes)) / float(g(1 / fmt.codes))
+        return float(ratio**2 - 1 if fmt.of == "sqrt" else ratio - 1)
+    return float("inf")
+
+
+@lru_cache(maxsize=1024)
+def _keeps_zero(fmt: Format) -> bool:
+    """Whether 0 next to other values comes back as 0."""
+    import torch
+
+    block = torch.zeros(1, 1, max(fmt.block, 2))
+    block[..., 0] = 1.0
+    root = torch.ones(()) if fmt.relative else None
+    return float(fmt.decode(fmt.encode(block, root=root), root=root)[0, 0, 1]) == 0.0
+
+
+@lru_cache(maxsize=1024)
+def _wide_reductions(fmt: Format) -> tuple[str, ...]:
+    """Reductions over more than a block that encoding needs."""
+    x = Value(ir.load("x", dtypes.f32, spaces.elem))
+    root = Value(ir.load("root", dtypes.f32, spaces.elem)) if fmt.relative else None
+    noise = Noise(Value(ir.load("word", dtypes.i32, spaces.elem)), 0, fmt.noise_bits) if fmt.noise_bits else None
+    parts = fmt.encode(x, noise=noise, root=root)
+    found = {n.op for n in ir.postorder([p.node for p in parts.values()]) if n.op in REDUCTIONS}
+    return tuple(sorted(found))
+
+
+# -- refusing
+
+
+def check(spec: Spec, plan: Plan, storage: Storage, flags: Mapping[str, bool] | None = None) -> list[Finding]:
+    """The findings; raises UserError for the first error unless the plan is forced, and for unproven companders."""
+    for fmt in storage.states.values():
+        if isinstance(fmt, Blocked):
+            bounds.prove(fmt.compander)
+    findings = lint(recurrences(spec, flags), storage)
+    errors = [f for f in findings if f.severity == "error"]
+    if errors and not plan.forced:
+        first = errors[0]
+        raise UserError(
+            "E307",
+            loc=(spec.loc, plan.loc),
+            spec=spec.name,
+            plan=plan.name,
+            state=first.state,
+            finding=f"{first.code}, `{first.state}` in {storage.states[first.state]}",
+            reason=first.reason,
+        )
+    return findings

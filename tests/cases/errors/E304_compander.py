@@ -1,0 +1,8 @@
+from optgen.formats import Compander
+from optgen.verify.bounds import prove
+
+halved = Compander("halved", lambda x: x * x, lambda y: y / 2)
+
+
+def case():
+    prove(halved)

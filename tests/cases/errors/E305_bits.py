@@ -1,0 +1,3 @@
+from optgen.formats import Blocked
+
+five = Blocked(5, 64)

@@ -1,0 +1,5 @@
+from optgen.driver.load import find_spec
+
+
+def case():
+    find_spec("adamv")

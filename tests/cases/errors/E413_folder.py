@@ -1,0 +1,7 @@
+from optgen.driver.build import Request, build
+
+FILES = {"generated": "a file, not a folder"}
+
+
+def case():
+    build(Request(("adamw",)))

@@ -1,0 +1,7 @@
+from optgen.driver.build import Request, build
+
+FILES = {"README.md": "no specs here"}
+
+
+def case():
+    build(Request())

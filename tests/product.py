@@ -1,0 +1,263 @@
+"""The product of rules, plans, parameter dtypes and flags, and one cell of it built in memory and run.
+
+A `Cell` names one (spec, plan, parameter dtype, flags, size class); `build` compiles it through the same functions
+as `optgen build`; a `Run` trains one tensor with its strict reference, and can be asked for the decoded state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.backends import host, reference
+from optgen.base.errors import UserError
+from optgen.driver import emit, targets
+from optgen.driver.emit import Compiled, compile_case, unpack_of
+from optgen.driver.targets import Case
+from optgen.formats.plan import Plan, Storage
+from optgen.lang.spec import Spec
+from optgen.ops import dtypes
+from optgen.runtime.keys import step_key, stream_key
+from tests.harness import plan_of, spec_of
+
+ROOT = Path(__file__).parents[1]
+SPECS = tuple(sorted(p.stem for p in (ROOT / "specs").glob("*.py") if p.stem not in ("__init__", "plans")))
+PLANS = tuple(name for name, value in vars(__import__("specs.plans").plans).items() if isinstance(value, Plan))
+PARAMS = ("float32", "bfloat16", "float16")
+DEFAULT = "int8_split24"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting of one pair; its text is the test's id."""
+
+    spec: str
+    plan: str
+    param: str = "bfloat16"
+    flags: tuple[tuple[str, bool], ...] = ()
+    small: bool = False
+
+    def __str__(self) -> str:
+        words = [self.spec, self.plan, self.param, *(name if on else f"no_{name}" for name, on in self.flags)]
+        return "-".join(words + ["small"] * self.small)
+
+
+def settings_of(spec: str) -> list[tuple[tuple[str, bool], ...]]:
+    """Every flag setting of a spec as what differs from the defaults; () first."""
+    found = spec_of(spec)
+    defaults = {f.name: f.default for f in found.flags}
+    return [tuple((k, v) for k, v in s.items() if v != defaults[k]) for s in found.settings()]
+
+
+def refusal(spec: str, plan: str, param: str = "bfloat16") -> str:
+    """Why a plan does not fit a rule; "" where it does."""
+    try:
+        for _ in targets.cases(spec_of(spec), plan_of(plan)):
+            pass
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def pairs() -> Iterator[tuple[str, str]]:
+    """Every (spec, plan) that fits."""
+    return ((s, p) for s, p in itertools.product(SPECS, PLANS) if not refusal(s, p))
+
+
+def daily_pairs() -> list[tuple[str, str]]:
+    """Every rule under the default plan, and every plan under AdamW."""
+    return [(s, p) for s, p in pairs() if p == DEFAULT or s == "adamw"]
+
+
+def full_cells() -> Iterator[Cell]:
+    """The whole product."""
+    for spec, plan in pairs():
+        for flags, param in itertools.product(settings_of(spec), PARAMS):
+            yield Cell(spec, plan, param, flags)
+            small = Cell(spec, plan, param, flags, small=True)
+            if has_small(small):
+                yield small
+
+
+def has_small(cell: Cell) -> bool:
+    """Whether small tensors of this cell are stored in another way than large ones."""
+    spec, plan = spec_of(cell.spec), plan_of(cell.plan)
+    flags = flags_of(cell)
+    present = spec.present(flags)
+    recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
+    storages = [plan.storage(present, dtypes.FROM_TORCH[cell.param], small, recurrences) for small in (False, True)]
+    return bool(plan.small_numel and present and storages[0].states != storages[1].states)
+
+
+def sample(cells: Iterable[Cell], count: int, seed: int) -> list[Cell]:
+    """`count` of the cells, drawn by seed."""
+    listed = list(cells)
+    return random.Random(seed).sample(listed, min(count, len(listed)))
+
+
+def flags_of(cell: Cell) -> dict[str, bool]:
+    return {f.name: f.default for f in spec_of(cell.spec).flags} | dict(cell.flags)
+
+
+def hypers_of(cell: Cell, **wanted: Any) -> dict[str, Any]:
+    """Hyper-parameters under which the cell's derived flags are what the cell says; `wanted` where they exist."""
+    spec, flags = spec_of(cell.spec), flags_of(cell)
+    out = {h.name: h.default for h in spec.hypers}
+    out |= {k: v for k, v in wanted.items() if k in out}
+    for f in spec.flags:
+        if f.nonzero:
+            out[f.nonzero] = (out[f.nonzero] or 0.9) if flags[f.name] else 0.0
+    return out
+
+
+@dataclass(frozen=True)
+class Built:
+    """A cell, compiled: its functions as `optgen build` prints them."""
+
+    cell: Cell
+    spec: Spec
+    compiled: Compiled
+    step: Callable[..., None]
+    decode: Callable[..., dict[str, Tensor]]
+    encode: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    scalars: Callable[..., tuple[float, ...]]
+
+    @property
+    def case(self) -> Case:
+        return self.compiled.case
+
+    @property
+    def storage(self) -> Storage:
+        return self.compiled.case.storage
+
+    @cached_property
+    def stochastic(self) -> bool:
+        fmts = self.storage.states.values()
+        return any(f.noise_bits for f in fmts) or self.storage.master.noise_bits(self.storage.param) > 0
+
+
+@lru_cache(maxsize=4)
+def build(cell: Cell) -> Built:
+    """The cell through lowering, passes and the reference backend."""
+    spec, plan = spec_of(cell.spec), plan_of(cell.plan)
+    flags = flags_of(cell)
+    recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
+    param = dtypes.FROM_TORCH[cell.param]
+    storage = plan.storage(spec.present(flags), param, cell.small, recurrences)
+    compiled = compile_case(spec, Case(flags, param, cell.small, storage))
+    schedules = [compiled.strict, compiled.decode, compiled.encode]
+    lines = ["import math", "import torch", "from optgen.runtime.scalars import divide, root"]
+    lines += [f"from optgen.runtime.eager import {', '.join(reference.needs(schedules))}"]
+    lines += host.scalars_function(compiled.strict.program, unpack_of(spec), "scalars_of_step")
+    lines += reference.step_function(compiled.strict, "step")
+    lines += reference.decode_function(compiled.decode, "decode")
+    lines += reference.encode_function(compiled.encode, "encode")
+    made: dict[str, Any] = {}
+    exec(compile("\n".join(lines), f"<{cell}>", "exec"), made)
+    return Built(cell, spec, compiled, made["step"], made["decode"], made["encode"], made["scalars_of_step"])
+
+
+class Run:
+    """One tensor trained by the strict reference, from a fresh state.
+
+    `buffers` holds what is stored, by field name, the parameter under "p"; `host_states` what the host keeps.
+    """
+
+    def __init__(self, built: Built, weight: Tensor, *, seed: int = 0, stream: int | None = None, **hypers: Any) -> None:
+        self.built, self.seed, self.steps = built, seed, 0
+        self.stream = stream_key(0) if stream is None else stream
+        self.hypers = hypers_of(built.cell, **hypers)
+        self.host_states = dict(built.compiled.strict.program.host_states)
+        self.buffers = fresh(built, weight)
+
+    def copy(self) -> Run:
+        """The same run at the same step, on buffers of its own."""
+        other = Run.__new__(Run)
+        other.__dict__ |= self.__dict__
+        other.host_states = dict(self.host_states)
+        other.buffers = {k: v.clone() for k, v in self.buffers.items()}
+        return other
+
+    def scalars(self) -> tuple[float, ...]:
+        """The next step's host scalars, and then the new host states."""
+        return self.built.scalars(self.steps + 1, 1.0, **self.hypers, **self.host_states)
+
+    def step(self, g: Tensor) -> None:
+        """One step in place."""
+        names = [b.name for b in self.built.compiled.strict.program.buffers]
+        tensors = [g if name == "g" else self.buffers[name] for name in names]
+        values = self.scalars()
+        count = len(self.built.compiled.strict.program.host)
+        self.steps += 1
+        self.built.step(*tensors, *values[:count], step_key(self.seed, self.steps), self.stream)
+        self.host_states = dict(zip(self.host_states, values[count:], strict=True))
+
+    def decoded(self) -> dict[str, Tensor]:
+        """The fp32 weight under "p" and the fp32 states."""
+        names = [b.name for b in self.built.compiled.decode.program.buffers if b.reads]
+        return self.built.decode(*(self.buffers[name] for name in names))
+
+    def oracle(self, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the author's own function makes of the decoded state in fp64, were it the next step."""
+        before = {k: v.double() for k, v in self.decoded().items()}
+        p, states, _ = self.built.spec.evaluate(
+            before.pop("p"), g.double(), self.steps + 1, before, self.host_states, **self.hypers, **flags_of(self.built.cell)
+        )
+        return p, states
+
+
+class Oracle:
+    """The author's function in fp64 from the same start, never rounded."""
+
+    def __init__(self, built: Built, weight: Tensor, **hypers: Any) -> None:
+        self.built, self.steps = built, 0
+        self.p = weight.to(getattr(torch, built.cell.param)).double()
+        self.states: dict[str, Tensor] = {}
+        self.host_states: dict[str, Any] = {}
+        self.hypers = hypers_of(built.cell, **hypers) | flags_of(built.cell)
+
+    def step(self, g: Tensor) -> None:
+        self.steps += 1
+        self.p, self.states, self.host_states = self.built.spec.evaluate(
+            self.p, g.double(), self.steps, self.states, self.host_states, **self.hypers
+        )
+
+
+def fresh(built: Built, weight: Tensor) -> dict[str, Tensor]:
+    """What a new optimizer stores for this weight: as the runtime starts its fields."""
+    rounded = weight.to(getattr(torch, built.cell.param))
+    values = {"p": rounded.float()}
+    starts = {"p"}
+    for decl in built.spec.present(flags_of(built.cell)):
+        if decl.init == "param":
+            values[decl.name] = rounded.float()
+        else:
+            values[decl.name] = torch.full(rounded.shape, float(decl.init))
+        if decl.init != 0.0:
+            starts.add(decl.name)
+    encoded = built.encode(values)
+    out = {}
+    for b in built.compiled.strict.program.buffers:
+        if b.role == "grad":
+            continue
+        out[b.name] = encoded[b.name].clone().contiguous()
+        if b.owner not in starts:
+            out[b.name].fill_(emit._zero(built.case, b.name))
+    out["p"] = rounded.clone()
+    return out
+
+
+def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether two sets of buffers hold the same bits."""
+    return a.keys() == b.keys() and all(
+        a[k].shape == b[k].shape and torch.equal(a[k].reshape(-1).view(torch.uint8), b[k].reshape(-1).view(torch.uint8))
+        for k in a
+    )
