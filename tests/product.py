@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,16 @@ from torch import Tensor
 
 from optgen.backends import host, reference
 from optgen.base.errors import UserError
-from optgen.driver import emit, targets
+from optgen.driver import emit, judge, targets
 from optgen.driver.emit import Compiled, compile_case, unpack_of
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
 from optgen.runtime.keys import step_key, stream_key
+from optgen.verify import differential
+from optgen.verify.differential import Report, Values
+from optgen.verify.intervals import STRICT, Model
 from tests.harness import plan_of, spec_of
 
 ROOT = Path(__file__).parents[1]
@@ -57,11 +60,11 @@ def settings_of(spec: str) -> list[tuple[tuple[str, bool], ...]]:
     return [tuple((k, v) for k, v in s.items() if v != defaults[k]) for s in found.settings()]
 
 
-def refusal(spec: str, plan: str, param: str = "bfloat16") -> str:
+@lru_cache(maxsize=None)
+def refusal(spec: str, plan: str) -> str:
     """Why a plan does not fit a rule; "" where it does."""
     try:
-        for _ in targets.cases(spec_of(spec), plan_of(plan)):
-            pass
+        judge.judge(spec_of(spec), plan_of(plan))
     except UserError as error:
         return str(error)
     return ""
@@ -144,6 +147,13 @@ class Built:
         return any(f.noise_bits for f in fmts) or self.storage.master.noise_bits(self.storage.param) > 0
 
 
+    def enclose(
+        self, before: Values, g: Tensor, options: Mapping[str, Any], kept: Mapping[str, Tensor] | None = None
+    ) -> Values:
+        """Where the next step may lead."""
+        return differential.enclose(self.spec, self.storage, before, g.float(), options, kept)
+
+
 @lru_cache(maxsize=4)
 def build(cell: Cell) -> Built:
     """The cell through lowering, passes and the reference backend."""
@@ -205,13 +215,38 @@ class Run:
         names = [b.name for b in self.built.compiled.decode.program.buffers if b.reads]
         return self.built.decode(*(self.buffers[name] for name in names))
 
-    def oracle(self, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """What the author's own function makes of the decoded state in fp64, were it the next step."""
-        before = {k: v.double() for k, v in self.decoded().items()}
-        p, states, _ = self.built.spec.evaluate(
-            before.pop("p"), g.double(), self.steps + 1, before, self.host_states, **self.hypers, **flags_of(self.built.cell)
-        )
-        return p, states
+    @property
+    def options(self) -> dict[str, Any]:
+        """Hyper-parameters and flags."""
+        return self.hypers | flags_of(self.built.cell)
+
+    def oracle(self, g: Tensor) -> dict[str, Tensor]:
+        """The next step in fp64 from the decoded state: "p" and the states."""
+        spec, before = self.built.spec, self.decoded()
+        return differential.oracle(spec, before, g.float(), self.steps, self.host_states, self.options)
+
+
+    def enclosed(self, model: Model = STRICT) -> Values:
+        """What is kept now, as points; where a chain of enclosures starts."""
+        return Values.decoded(self.decoded(), self.host_states, self.steps, model)
+
+    def checked(self, g: Tensor) -> Report:
+        """One step in place, against the derived enclosure and the fp64 oracle from what was kept before it."""
+        start, exact = self.enclosed(), self.oracle(g)
+        self.step(g)
+        after = self.decoded()
+        return differential.compare(after, self.built.enclose(start, g, self.options, kept=after), exact)
+
+    def chained(self, gradients: Sequence[Tensor]) -> list[Report]:
+        """Steps in place, each against the enclosure and the oracle carried on from before the first."""
+        inside, exact, reports = self.enclosed(), self.decoded(), []
+        for g in gradients:
+            host, step = dict(self.host_states), self.steps
+            self.step(g)
+            inside = self.built.enclose(replace(inside, host=host, step=step), g, self.options)
+            exact = differential.oracle(self.built.spec, exact, g.float(), step, host, self.options)
+            reports.append(differential.compare(self.decoded(), inside, exact))
+        return reports
 
 
 class Oracle:

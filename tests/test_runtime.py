@@ -24,7 +24,7 @@ from runtime_standin import AdamW
 from runtime_standin import int8 as int8_plan
 from torch import Tensor, nn
 
-from optgen.runtime import Hyper, keys, layout, plans
+from optgen.runtime import Hyper, Variant, keys, layout, plans
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -1097,3 +1097,21 @@ def test_compiled_step_is_the_same_step() -> None:
         compiled()
         other.step()
     assert snapshot(opt) == snapshot(other)
+
+
+def test_variants_may_share_functions_and_give_the_kernel_scalars_of_its_own() -> None:
+    def strict(*args: float) -> tuple[float, ...]:
+        return (1.0, 2.0)
+
+    def fast(*args: float) -> tuple[float, ...]:
+        return (3.0,)
+
+    alone = Variant("f", "float32", (), ("a", "b"), strict)
+    assert (alone.step_name, alone.kernel_name, alone.codec_name) == ("f", "f", "f")
+    assert alone.host_for(True) == alone.host_for(False) == (strict, 2)
+    shared = Variant(
+        "f", "float32", (), ("a", "b"), strict, step="s", kernel="k", codec="c", kernel_scalars=("a",), kernel_host=fast
+    )
+    assert (shared.step_name, shared.kernel_name, shared.codec_name) == ("s", "k", "c")
+    assert shared.host_for(False) == (strict, 2)
+    assert shared.host_for(True) == (fast, 1)

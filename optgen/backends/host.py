@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments
+from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program
 from optgen.ir.ranges import never_zero
@@ -72,7 +72,9 @@ def scalars_function(program: Program, unpack: tuple[Unpack, ...], function: str
     lines = [(f"{let.name} = {printer.bind(let)}", comment_of(let)) for let in _statements(program)]
     out += [f"    {line}" for line in with_comments(lines)]
     values = [let.name for let in program.host] + [printer.text(let.node) for let in program.host_stores]
-    return [*out, f"    return ({', '.join(values)}{',' if len(values) == 1 else ''})"]
+    if len(values) == 1:
+        return [*out, f"    return ({values[0]},)"]
+    return out + [f"    {line}" for line in wrapped("return (", values, ")")]
 
 
 def _statements(program: Program) -> list[Let]:

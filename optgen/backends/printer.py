@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from optgen.ir.node import Node
@@ -86,3 +86,17 @@ def comment_of(let: Let) -> str:
     if let.loc is not None and let.line:
         return f"{let.loc.line}  {let.line}"
     return let.doc
+
+
+def wrapped(head: str, names: Sequence[str], close: str, indent: str = "    ") -> list[str]:
+    """head + names + close, with a new line each time 110 columns are full."""
+    one = head + ", ".join(names) + close
+    if len(one) <= 114:
+        return [one]
+    out, line = [head], indent
+    for name in names:
+        if len(line) + len(name) > 108:
+            out.append(line.rstrip())
+            line = indent
+        line += f"{name}, "
+    return [*out, line.rstrip(), close]

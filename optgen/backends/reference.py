@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments
+from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program, Schedule
 
@@ -66,7 +66,9 @@ def _block(name: str) -> Spelling:
 def _load(p: Printer, n: Node) -> Text:
     get = "per_block" if n.space.name == "block" else "elements"
     name = f'values["{n.attr[3:]}"]' if n.attr.startswith("in_") else f"{n.attr}_tensor"
-    return f"b.{get}({name})", ATOM
+    # The gradient comes in any float dtype, whatever the program calls it; a 0-dim scalar would not widen it.
+    wide = ".to(torch.float32)" if n.attr == "g" and n.dtype.torch == "float32" else ""
+    return f"b.{get}({name}){wide}", ATOM
 
 
 SPELL: dict[str, Spelling] = {
@@ -118,39 +120,21 @@ def _kind(program: Program, buffer: str) -> str:
     return "_per_block" if program.buffer(buffer).space.name == "block" else ""
 
 
-def _signature(head: str, names: list[str]) -> list[str]:
-    """`def head(names):`, wrapped where it is long."""
-    one = f"def {head}({', '.join(names)}):"
-    if len(one) <= 116:
-        return [one]
-    out, line = [f"def {head}("], "   "
-    for name in names:
-        if len(line) + len(name) > 110:
-            out.append(line)
-            line = "   "
-        line += f" {name},"
-    return [*out, line, "):"]
-
-
-def describe(program: Program, name: str) -> str:
-    """dtype and shape of an argument, for a docstring."""
-    b = program.buffer(name)
-    dtype = "any float" if b.role == "grad" else b.dtype.torch
-    return f"{name} {dtype}" + (f" (rows, ceil(columns / {b.space.size}))" if b.space.size else "")
-
-
 def step_function(schedule: Schedule, function: str, source: str = "") -> list[str]:
     """`def function(p, g, fields..., scalars..., step_key, stream_key)`: one step, in place."""
     program, (sweep,) = schedule.program, schedule.sweeps
     printer = Printer(SPELL, {})
     host = [let.name for let in program.host]
     tensors = [f"{b.name}_tensor" for b in program.buffers]
-    out = _signature(function, [*tensors, *host, "step_key", "stream_key"])
+    out = wrapped(f"def {function}(", [*tensors, *host, "step_key", "stream_key"], "):")
     out.append('    """One step in place, in strict maths."""')
     out.append(f"    b = Blocks(p_tensor, {program.block})")
     if host:
-        listed = ", ".join(host)
-        out.append(f"    {listed}{',' if len(host) == 1 else ''} = scalars(p_tensor, {listed})")
+        # One name needs the comma that makes it a tuple; more are wrapped in parentheses where they are many.
+        names = wrapped("(", host, f"{',' if len(host) == 1 else ''}) = scalars(")
+        out += [f"    {line}" for line in names[:-1]] + [
+            f"    {line}" for line in wrapped(f"{names[-1]}", ["p_tensor", *host], ")")
+        ]
     lines = bound_lines(sweep.lets, printer)
     lines["encode"] += [
         (f"b.store{_kind(program, s.buffer)}({s.buffer}_tensor, {printer.text(s.node)})", "") for s in sweep.stores
@@ -163,7 +147,7 @@ def decode_function(schedule: Schedule, function: str) -> list[str]:
     program, (sweep,) = schedule.program, schedule.sweeps
     printer = Printer(SPELL, {})
     tensors = [f"{b.name}_tensor" for b in program.buffers if b.reads]
-    out = _signature(function, tensors)
+    out = wrapped(f"def {function}(", tensors, "):")
     out.append('    """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter\'s shape."""')
     out.append(f"    b = Blocks(p_tensor, {program.block})")
     lines = bound_lines(sweep.lets, printer)

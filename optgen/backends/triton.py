@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, number
 from optgen.backends.reference import assemble, bound_lines
-from optgen.ir.node import Node, is_const
+from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Program, Schedule
 from optgen.ir.ranges import Interval, ranges
 from optgen.ops import dtypes, spaces
@@ -210,7 +210,7 @@ def _tile(schedule: Schedule, function: str, source: str) -> list[str]:
     host = [let.name for let in program.host]
     names = [*_pointers(program), "at", "at_block", "live", "live_block", "index", *host, *keys(schedule), "MASKED: tl.constexpr"]
     out = ["@triton.jit", *wrapped(f"def {function}_tile(", names)]
-    out.append('    """One tile of {} elements."""'.format(tile_elements(schedule)))
+    out.append('    """One tile."""')
     return out + [f"    {line}" for line in assemble(lines, source)]
 
 
@@ -247,9 +247,11 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     block, tile = program.block, tile_elements(schedule)
     host = [let.name for let in program.host]
     columns = len(program.buffers)
+    counted = any(n.op == "index" for n in postorder(program.roots()))
     out = _tile(schedule, function, source)
     args = ["table", "work", *(f"{h}: tl.float32" for h in host), "step_key: tl.int32"]
     args += ["GRAD: tl.constexpr", "TILES: tl.constexpr", "RAGGED: tl.constexpr", "ALIGNED: tl.constexpr"]
+    args += [f"TILE: tl.constexpr = {tile}"]
     out += ["", "", "@triton.jit", *wrapped(f"def {function}(", args)]
     out.append(f'    """{program.name}: the tiles of one work item; see optgen.runtime.launch for table and work."""')
     out.append("    item = work + 2 * tl.program_id(0)")
@@ -268,25 +270,21 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
         return [indent + x for x in wrapped(f"{function}_tile(", [*pointers, *tail, *shared, masked], close=")")]
 
     plain = _pointers(program)
+    pad = " " * 4
     if block == 1:
-        out.append(f"    at = tl.arange(0, {tile})")
-        shift = {b.name: "start" for b in program.buffers}
+        out.append("    at = tl.arange(0, TILE)")
         at_block = "0"
     else:
-        rows = tile // block
-        out.append(f"    at_block = tl.arange(0, {rows})")
+        out.append(f"    BLOCKS: tl.constexpr = TILE // {block}")
+        out.append("    at_block = tl.arange(0, BLOCKS)")
         out.append(f"    at = at_block[:, None] * {block} + tl.arange(0, {block})[None, :]")
-        shift = {b.name: f"tile * {rows}" if b.space.size else "start" for b in program.buffers}
         at_block = "at_block"
-    moved = [f"{b.name}_ptr + {shift[b.name]}" for b in program.buffers]
-    if block > 1:
         out.append("    if RAGGED:")
         out.append("        # Rows end within a block: tiles count blocks row by row, every access is masked.")
         out.append(f"        per_row = (columns + {block - 1}) // {block}")
         out.append("        blocks = numel // columns * per_row")
-        out.append(f"        last = tl.minimum(first + TILES, (blocks + {rows - 1}) // {rows})")
-        out.append("        for tile in range(first, last):")
-        out.append(f"            block = tile * {rows} + at_block")
+        out.append("        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):")
+        out.append("            block = tile * BLOCKS + at_block")
         out.append("            start = block // per_row * columns")
         out.append(f"            lane = (block % per_row * {block})[:, None] + tl.arange(0, {block})[None, :]")
         out.append("            where = start[:, None] + lane")
@@ -295,30 +293,32 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
         out += call(plain, ["where", "block", "live", "live_block", "where.to(tl.int32)"], "True", " " * 12)
         out.append("    else:")
         pad = " " * 8
-    else:
-        pad = " " * 4
-    out.append(f"{pad}full = numel // {tile}")
-    out.append(f"{pad}for tile in range(first, tl.minimum(first + TILES, full)):")
-    out.append(f"{pad}    start = tile * {tile}")
-    out += call(moved, ["at", at_block, "at", at_block, "(start + at).to(tl.int32)"], "False", pad + "    ")
-    out.append(f"{pad}if full < first + TILES:")
-    out.append(f"{pad}    tile = full")
-    out.append(f"{pad}    start = tile * {tile}")
-    out.append(f"{pad}    live = at < numel - start")
+    # Addresses move to the item's first tile once, in int64; from there int32 offsets reach.
+    out.append(f"{pad}origin = first * TILE")
+    out += [f"{pad}{b.name}_ptr += {'first * BLOCKS' if b.space.size else 'origin'}" for b in program.buffers]
+    out.append(f"{pad}count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)")
+    if counted:
+        out.append(f"{pad}index = origin.to(tl.int32) + at")
+    index = "index + start" if counted else "at"
+    moved = [f"{b.name}_ptr + {'tile * BLOCKS' if b.space.size else 'start'}" for b in program.buffers]
+    out.append(f"{pad}for tile in range(0, count // TILE):")
+    out.append(f"{pad}    start = tile * TILE")
+    out += call(moved, ["at", at_block, "at", at_block, index], "False", pad + "    ")
+    out.append(f"{pad}tile = count // TILE")
+    out.append(f"{pad}start = tile * TILE")
+    out.append(f"{pad}if start < count:")
     live_block = "0"
+    out.append(f"{pad}    live = at < count - start")
     if block > 1:
-        out.append(f"{pad}    live_block = at_block * {block} < numel - start")
+        out.append(f"{pad}    live_block = at_block * {block} < count - start")
         live_block = "live_block"
-    out.append(f"{pad}    if numel > start:")
-    out += call(moved, ["at", at_block, "live", live_block, "(start + at).to(tl.int32)"], "True", pad + "        ")
+    out += call(moved, ["at", at_block, "live", live_block, index], "True", pad + "    ")
     return out
 
 
 def helpers(schedules: list[Schedule]) -> list[str]:
     """Names to import from optgen.runtime.triton_prelude."""
     text = {"get", "put", "pointer"}
-    from optgen.ir.node import postorder
-
     for s in schedules:
         for n in postorder(s.program.roots()):
             if n.op in ("block_max", "block_min", "rint"):

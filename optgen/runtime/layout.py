@@ -90,7 +90,9 @@ def encode(
     values  fp values of every state: tensors of p's shape, or one number for all elements
     """
     shape, device = p.shape, p.device
-    function: Callable[..., Mapping[str, Tensor]] = getattr(plans.part(plan, "reference"), f"{variant.codec_name}_encode")
+    function: Callable[..., Mapping[str, Tensor]] = getattr(
+        plans.part(plan, "reference"), f"{variant.codec_name}_encode"
+    )
     fields = [f for f in variant.fields if f.name in wanted]
     out = {f.name: empty_field(f, shape, device) for f in fields}
     weight = p.detach().contiguous()
@@ -115,7 +117,9 @@ def decode(
 ) -> dict[str, Tensor]:
     """fp32 tensors of p's shape for the wanted values: "p" (the full weight) or names of states."""
     shape = p.shape
-    function: Callable[..., Mapping[str, Tensor]] = getattr(plans.part(plan, "reference"), f"{variant.codec_name}_decode")
+    function: Callable[..., Mapping[str, Tensor]] = getattr(
+        plans.part(plan, "reference"), f"{variant.codec_name}_decode"
+    )
     out = {name: torch.empty(shape, dtype=torch.float32, device=p.device) for name in wanted}
     weight = p.detach().contiguous()
     for piece in pieces(shape, variant.block):

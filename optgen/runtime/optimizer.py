@@ -305,9 +305,7 @@ class Optimizer(torch.optim.Optimizer):
         hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.HYPERS}
         sign = -1.0 if group["maximize"] else 1.0
         host, count = variant.host_for(bucket.triton)
-        values = host(
-            bucket.step + 1, sign, **hypers, **dict(zip(variant.host_names, bucket.host, strict=True))
-        )
+        values = host(bucket.step + 1, sign, **hypers, **dict(zip(variant.host_names, bucket.host, strict=True)))
         return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])
 
     # -- checkpoints ----------------------------------------------------------------------------------

@@ -1,0 +1,266 @@
+"""`optgen fuzz`: random steps of a generated optimizer against the derived bounds and the fp64 oracle.
+
+Hypothesis draws what is adversarial (shapes with tails, scales from 1e-38 to 1e38, zeros, dtypes, flags, hyper-
+parameters within their ranges, the number of steps); a seed fills in the numbers.  Every element of every value
+is held to its own bound; the worst case found is reported beside it.  A violation is shrunk and comes with the
+line that repeats it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from optgen.base.errors import UserError
+from optgen.driver import targets
+from optgen.driver.compile import compile as compile_class
+from optgen.driver.project import Maths
+from optgen.formats.plan import Plan
+from optgen.lang.declare import HyperDecl
+from optgen.lang.spec import Spec
+from optgen.verify.differential import Report, Trial, Worst
+from optgen.verify.intervals import FAST, STRICT
+
+INTERPRET = "TRITON_INTERPRET"
+# On both sides of a block, a tile and the size under which tensors are not quantized; rows that end within a block.
+SHAPES = (
+    (0,), (1,), (), (63,), (64,), (65,), (127,), (4096,), (4097,), (4159,), (1, 4099), (4099, 1), (64, 64), (65, 65),
+    (33, 129), (3, 5, 7, 41), (16, 257), (0, 7),
+)  # fmt: skip
+LARGE_SHAPES = tuple(s for s in SHAPES if math.prod(s) >= 4096)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One drawn case; everything else follows from it."""
+
+    shape: tuple[int, ...] = (65, 65)
+    dtype: str = "float32"
+    grad_dtype: str = "float32"
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    hypers: Mapping[str, Any] = field(default_factory=dict)
+    p_scale: int = 0  # powers of ten
+    g_scale: int = 0
+    state_scale: int | None = None  # None: states as the rule itself makes them
+    spread: int = 0  # powers of ten between elements
+    zeros: float = 0.0  # share of zeros in p, g and states
+    steps: int = 1
+    start: int = 0  # steps already made
+    seed: int = 0
+
+    def text(self) -> str:
+        """As `--case` takes it: what differs from the defaults."""
+        plain = asdict(Example())
+        return json.dumps({k: v for k, v in asdict(self).items() if v != plain[k]}, separators=(",", ":"))
+
+
+def read_example(text: str) -> Example:
+    """The inverse of Example.text."""
+    try:
+        data = json.loads(text)
+        example = Example(**data)
+        hypers = {k: tuple(v) if isinstance(v, list) else v for k, v in example.hypers.items()}
+        return replace(example, shape=tuple(example.shape), hypers=hypers)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError("E411", option="--case", want="the text that fuzz printed", got=f"{text} ({error})") from None
+
+
+# -- drawing
+
+
+def _hyper_values(decl: HyperDecl) -> st.SearchStrategy[Any]:
+    """The default, small changes of it, and the ends of its range."""
+
+    def one(default: float) -> st.SearchStrategy[float]:
+        shrunk = [default * f for f in (1.0, 0.5, 0.1, 1e-3, 10.0)] + [1 - (1 - default) * f for f in (0.1, 10.0)]
+        ends = [x for x in (decl.ge, decl.le) if x is not None]
+        allowed = sorted({x for x in [*shrunk, *ends] if decl.allows(x)} - {default})
+        return st.sampled_from([default, *allowed])
+
+    if isinstance(decl.default, tuple):
+        return st.tuples(*(one(x) for x in decl.default))
+    return one(decl.default)
+
+
+def examples(spec: Spec, *, steps: int) -> st.SearchStrategy[Example]:
+    """Examples of a spec; the first things to shrink to are the simplest."""
+    flags = st.fixed_dictionaries({f.name: st.sampled_from([f.default, not f.default]) for f in spec.flags if not f.derived})
+    hypers = st.fixed_dictionaries({}, optional={h.name: _hyper_values(h) for h in spec.hypers})
+    scale = st.one_of(st.integers(-6, 2), st.integers(-38, 38))
+    return st.builds(
+        Example,
+        shape=st.one_of(st.sampled_from(LARGE_SHAPES), st.sampled_from(SHAPES)),
+        dtype=st.sampled_from(DTYPES),
+        grad_dtype=st.sampled_from(DTYPES),
+        flags=flags,
+        hypers=hypers,
+        p_scale=st.one_of(st.integers(-3, 1), scale),
+        g_scale=scale,
+        state_scale=st.one_of(st.none(), scale),
+        spread=st.sampled_from([0, 1, 3, 8, 20]),
+        zeros=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+        steps=st.integers(1, steps),
+        start=st.sampled_from([0, 0, 1, 9, 100]),
+        seed=st.integers(0, 2**16),
+    )
+
+
+# -- one case
+
+
+def _numbers(example: Example, scale: int, generator: torch.Generator, *, nonneg: bool = False) -> Tensor:
+    """fp32 of the example's shape: normal numbers times powers of ten, some of them 0; finite."""
+    shape = example.shape
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    spread = torch.rand(shape, generator=generator, dtype=torch.float64) * -example.spread
+    x = x * 10.0 ** (spread + scale)
+    x = torch.where(torch.rand(shape, generator=generator) < example.zeros, 0.0, x)
+    x = x.abs() if nonneg else x
+    return x.clamp(-3e38, 3e38).float()
+
+
+def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: str, maths: Maths) -> Report:
+    """The report of one example, every step anchored to what was kept before it."""
+    generator = torch.Generator().manual_seed(example.seed)
+    options = {**example.hypers, **example.flags}
+    p = _numbers(example, example.p_scale, generator).clamp(-6e4, 6e4)
+    flags = spec.flag_values(options, example.shape)
+    states: dict[str, Tensor] = {}
+    if example.state_scale is not None:
+        for s in spec.present(flags):
+            scale = 2 * example.state_scale if s.nonneg and abs(example.state_scale) < 19 else example.state_scale
+            states[s.name] = _numbers(example, scale, generator, nonneg=s.nonneg)
+    trial = Trial(
+        cls, spec, p, states, dtype=getattr(torch, example.dtype), plan=plan.name, backend=backend,
+        seed=example.seed, step=example.start, options=options, model=FAST if _is_fast(backend, maths) else STRICT,
+    )  # fmt: skip
+    recurrences = targets.recurrences_of(spec, tuple(sorted(trial.flags.items())))
+    storage = trial.storage(plan, recurrences)
+    dtype = getattr(torch, example.grad_dtype)
+    limit = torch.finfo(dtype).max
+    gradients = [
+        _numbers(example, example.g_scale, generator).clamp(-limit, limit).to(dtype) for _ in range(example.steps)
+    ]
+    return trial.check_steps(storage, gradients)
+
+
+def _is_fast(backend: str, maths: Maths) -> bool:
+    return backend == "triton" and maths == "fast"
+
+
+# -- many
+
+
+@dataclass
+class Result:
+    """What a fuzz run found."""
+
+    examples: int
+    report: Report | None
+    worst_cases: dict[str, Example]
+    failure: Example | None = None
+    reproduce: str = ""
+    crash: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
+
+
+class _Violation(AssertionError):
+    pass
+
+
+def fuzz(
+    spec: Spec,
+    plan: Plan,
+    *,
+    count: int = 100,
+    random_seed: int = 0,
+    backend: str = "reference",
+    maths: Maths = "fast",
+    steps: int = 4,
+    case: Example | None = None,
+    progress: Callable[[], None] | None = None,
+    reference: str = "",
+) -> Result:
+    """`count` examples under a seed, or one given `case`.  `reference`: how the command line named spec and plan."""
+    torch.set_num_threads(1)
+    cls = compile_class(spec, plan, maths if backend == "triton" else "fast")
+    result = Result(0, None, {})
+    last: list[tuple[Example, str]] = []
+
+    def one(example: Example) -> None:
+        result.examples += 1
+        if progress:
+            progress()
+        try:
+            report = run(spec, plan, cls, example, backend=backend, maths=maths)
+        except Exception as error:
+            last.append((example, f"{type(error).__name__}: {error}"))
+            raise
+        if not report.ok:
+            last.append((example, ""))
+            result.report = report
+            raise _Violation
+        _keep(result, report, example)
+
+    if case is not None:
+        check: Callable[[], None] = lambda: one(case)  # noqa: E731
+    else:
+        check = settings(
+            max_examples=count, deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink), report_multiple_bugs=False,
+        )(seed(random_seed)(given(examples(spec, steps=steps))(one)))  # fmt: skip
+    try:
+        check()
+    except Exception:
+        if not last:
+            raise
+        result.failure, result.crash = last[-1]
+        command = f"optgen fuzz {reference or spec.name} --plan {plan.name} --backend {backend}"
+        if backend == "triton":
+            command += f" --maths {maths}"
+        result.reproduce = f"{command} --case {shlex.quote(result.failure.text())}"
+    return result
+
+
+def _keep(result: Result, report: Report, example: Example) -> None:
+    """Adds an example's report, and remembers which example was the worst for each value."""
+    before = result.report.worst if result.report else {}
+    for name, w in report.worst.items():
+        if name not in before or w.ratio > before[name].ratio:
+            result.worst_cases[name] = example
+    result.report = report if result.report is None else result.report.join(report)
+
+
+def interpreted(arguments: list[str]) -> int:
+    """The same command in a process whose Triton interprets: that is decided when Triton is imported."""
+    command = [sys.executable, "-m", "optgen", *arguments]
+    return subprocess.run(command, env={**os.environ, INTERPRET: "1"}, check=False).returncode
+
+
+def needs_interpreter() -> bool:
+    """Whether Triton kernels can only run interpreted here, and are not yet."""
+    return os.environ.get(INTERPRET) != "1" and not torch.cuda.is_available()
+
+
+def row(w: Worst) -> dict[str, Any]:
+    """A worst case as data."""
+    return {
+        "value": w.name, "ratio": w.ratio, "error": w.error, "bound": w.bound, "got": w.got, "exact": w.exact,
+        "index": list(w.index),
+    }  # fmt: skip
