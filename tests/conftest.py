@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ settings.load_profile("daily")
 # Triton decides when a kernel is decorated, so one process either interprets or compiles: this one interprets.
 # Tests that compile start a process of their own (see `compiling`).
 os.environ["TRITON_INTERPRET"] = "1"
+
+
+# What tests/test_product.py samples; workers of pytest-xdist inherit it from the process that starts them.
+os.environ.setdefault("OPTGEN_SAMPLE_SEED", str(time.time_ns() // 1000 % 1_000_000))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"sample of the product: OPTGEN_SAMPLE_SEED={os.environ['OPTGEN_SAMPLE_SEED']}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,11 +58,15 @@ class Pair:
     def __init__(self, spec: Spec, s: Schedule, folder: Path, *, kernels: Schedule | None = None) -> None:
         kernels = kernels or s
         self.spec, self.schedule, self.kernels = spec, s, kernels
-        names = "Blocks, block_max, block_min, quotient, scalars, sqrt"
+        names = "Blocks, block_max, block_min, quotient, rotl, scalars, sqrt"
         text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
         self.reference = _module(folder / "ref.py", text + "\n".join(reference.step_function(s, "f")) + "\n")
         rendered = wrapper.render(
-            "triton.py.j2", header="", helpers=triton.helpers([kernels]), kernels=[triton.kernel(kernels, "f")], tiles={"f": 256}
+            "triton.py.j2",
+            header="",
+            helpers=triton.helpers([kernels]),
+            kernels=[triton.kernel(kernels, "f")],
+            tiles={"f": 256},
         )
         self.triton = _module(folder / "tri.py", rendered)
         head = "import math\nfrom optgen.runtime.scalars import divide, root\n"
@@ -84,33 +88,55 @@ class Pair:
         return out
 
     def scalars(self, which: str, step: int, hypers: Mapping[str, Any]) -> tuple[float, ...]:
-        values = {h.name: h.default for h in self.spec.hypers} | dict(hypers)
+        """The host scalars of a step; host states are given among the hyper-parameters, else as they start."""
         program = (self.schedule if which == "reference" else self.kernels).program
-        return getattr(self.host, which)(step, 1.0, **values, **dict(program.host_states))[: len(program.host)]
+        values = {h.name: h.default for h in self.spec.hypers} | dict(program.host_states) | dict(hypers)
+        return getattr(self.host, which)(step, 1.0, **values)[: len(program.host)]
 
-    def run_reference(self, buffers: dict[str, torch.Tensor], g: torch.Tensor, step: int, key: int, stream: int, **hypers: Any) -> None:
+    def run_reference(
+        self, buffers: dict[str, torch.Tensor], g: torch.Tensor, step: int, key: int, stream: int, **hypers: Any
+    ) -> None:
         ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
         self.reference.f(*ordered, *self.scalars("reference", step, hypers), key, stream)
 
     def run_triton(
-        self, buffers: dict[str, torch.Tensor], g: torch.Tensor, step: int, key: int, stream: int, tiles: int = 4, **hypers: Any
+        self,
+        buffers: dict[str, torch.Tensor],
+        g: torch.Tensor,
+        step: int,
+        key: int,
+        stream: int,
+        tiles: int = 4,
+        **hypers: Any,
     ) -> None:
+        self.launch([(buffers, g, stream)], step, key, tiles, **hypers)
+
+    def launch(
+        self,
+        tensors: Sequence[tuple[dict[str, torch.Tensor], torch.Tensor, int]],
+        step: int,
+        key: int,
+        tiles: int = 4,
+        **hypers: Any,
+    ) -> None:
+        """One launch over several tensors (buffers, gradient, stream key), all ragged or none of them."""
         import triton.language as tl
 
-        ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
-        numel = g.numel()
-        rows, columns = rows_and_columns(g.shape)
-        size = triton.tile_elements(self.kernels)
-        block = self.schedule.program.block
-        ragged = block > 1 and rows > 1 and columns % block != 0
-        count = -(-rows * -(-columns // block) // (size // block)) if ragged else max(1, -(-numel // size))
-        table = torch.tensor([[t.data_ptr() for t in ordered] + [numel, columns, stream]], dtype=torch.int64)
-        work = torch.tensor([[0, first] for first in range(0, count, tiles)], dtype=torch.int32)
+        size, block = triton.tile_elements(self.kernels), self.schedule.program.block
+        table, work, everything = [], [], []
+        for row, (buffers, g, stream) in enumerate(tensors):
+            ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
+            everything += ordered
+            rows, columns = rows_and_columns(g.shape)
+            ragged = block > 1 and rows > 1 and columns % block != 0
+            count = -(-rows * -(-columns // block) // (size // block)) if ragged else max(1, -(-g.numel() // size))
+            table.append([t.data_ptr() for t in ordered] + [g.numel(), columns, stream])
+            work += [[row, first] for first in range(0, count, tiles)]
         grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[g.dtype]
-        aligned = all(t.data_ptr() % 16 == 0 for t in ordered)
-        self.triton.f[(len(work),)](
-            table, work, *self.scalars("kernel", step, hypers), key, grad, tiles, ragged, aligned, num_warps=1
-        )
+        aligned = all(t.data_ptr() % 16 == 0 for t in everything)
+        items, pointers = torch.tensor(work, dtype=torch.int32), torch.tensor(table, dtype=torch.int64)
+        scalars = self.scalars("kernel", step, hypers)
+        self.triton.f[(len(work),)](pointers, items, *scalars, key, grad, tiles, ragged, aligned, num_warps=1)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

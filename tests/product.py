@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -28,8 +29,8 @@ from optgen.ops import dtypes
 from optgen.runtime.keys import step_key, stream_key
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
-from optgen.verify.intervals import STRICT, Model
-from tests.harness import plan_of, spec_of
+from optgen.verify.intervals import FAST, STRICT, Model
+from tests.harness import Pair, plan_of, spec_of
 
 ROOT = Path(__file__).parents[1]
 SPECS = tuple(sorted(p.stem for p in (ROOT / "specs").glob("*.py") if p.stem not in ("__init__", "plans")))
@@ -296,3 +297,29 @@ def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
         a[k].shape == b[k].shape and torch.equal(a[k].reshape(-1).view(torch.uint8), b[k].reshape(-1).view(torch.uint8))
         for k in a
     )
+
+
+SHAPES = ((331,), (3, 70))  # more than one tile with a tail; rows that end within a block
+
+
+def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = SHAPES, steps: int = 2) -> list[Report]:
+    """Compiles a cell and runs it: strict kernel and reference bit for bit, each step against its bound.
+
+    Asserts the first and returns the reports of the second.  Needs a process that interprets Triton kernels.
+    """
+    built = build(cell)
+    pair = Pair(built.spec, built.compiled.strict, folder)
+    draw = torch.Generator().manual_seed(zlib.crc32(str(cell).encode()))
+    reports = []
+    for shape in shapes:
+        run = Run(built, torch.randn(shape, generator=draw), lr=1e-2, weight_decay=1e-2)
+        for k in range(steps):
+            size = 10.0 ** float(torch.randint(-6, 1, (), generator=draw))
+            g = (torch.randn(shape, generator=draw) * size).to(getattr(torch, cell.param))
+            twin = run.copy()
+            key = step_key(twin.seed, twin.steps + 1)
+            pair.run_triton(twin.buffers, g, twin.steps + 1, key, twin.stream, **twin.hypers, **twin.host_states)
+            reports.append(run.checked(g))
+            different = [name for name in run.buffers if not same_bits({name: run.buffers[name]}, {name: twin.buffers[name]})]
+            assert not different, f"{cell}: kernel and reference differ in {different} at step {k + 1}, shape {shape}"
+    return reports

@@ -41,7 +41,7 @@ from optgen.formats import (
 )
 from optgen.formats.companders import Compander
 from optgen.formats.logminmax import _step
-from optgen.formats.scales import LARGEST, LARGEST_ROOT, SCALES, Scale
+from optgen.formats.scales import LARGEST, SCALES, Scale
 from optgen.ir import node as ir
 from optgen.lang.values import Value
 from optgen.ops import dtypes, spaces
@@ -156,15 +156,15 @@ def test_the_error_of_a_step_is_within_the_derived_bound(fmt: Format, data: st.D
         assert ((kept - true).abs() <= allowed)[finite].all()
     elif isinstance(used, Blocked):
         scale = used.scale.decode(parts["scale"]).double()
-        top = (true.sqrt().clamp(max=LARGEST_ROOT) if used.of == "sqrt" else true.abs()).amax(-1, keepdim=True)
-        assert (scale <= top.clamp(min=used.scale.low) * (1 + used.scale.excess)).all()
+        top = (true.sqrt() if used.of == "sqrt" else true.abs()).amax(-1, keepdim=True)
+        assert (scale <= top.clamp(min=used.scale.low) * (1 + used.scale.excess) * (1 + ROUNDOFF)).all()
         if used.scale.covers:
             # The root of an f32 is rounded before it is a scale.
             assert (scale >= top.clamp(max=used.scale.high) * (1 - ROUNDOFF)).all()
         else:
             true = true.clamp(-used.scale.high, used.scale.high)
         if used.of == "sqrt":
-            kept, true = fmt.decode_root(parts).double(), true.sqrt().clamp(max=LARGEST_ROOT)
+            kept, true = fmt.decode_root(parts).double(), true.sqrt()
         # Numbers below 2^-126 have fewer digits: one step of theirs on the way in and out.
         assert ((kept - true).abs() <= one_step_bound(used).total * scale + 2.0**-148).all()
     elif isinstance(used, LogMinMax):
@@ -300,9 +300,10 @@ def test_what_is_not_finite_stays_in_its_block_of_second_moments(fmt: Format, ba
     assert torch.equal(kept[0, ::2], clean[0, ::2])
     if isinstance(fmt, LogMinMax):
         assert kept.isfinite().all()
-    if bad == float("inf") and fmt.positive:
-        assert kept[0, 1].isfinite().all()
-        assert float(kept[0, 1, 5]) == float(kept[0, 1].max()) > 2.0**126
+        if bad == float("inf"):
+            assert float(kept[0, 1, 5]) == float(kept[0, 1].max()) > 2.0**126
+    elif bad == float("inf"):
+        assert kept[0, 1].isnan().all()
 
 
 @pytest.mark.parametrize("fmt", [f for f in SIGNED if isinstance(f, Float)], ids=name_of)
@@ -415,9 +416,10 @@ def test_the_visible_weight_is_a_rounding_of_the_kept_one(master: Master, param:
     assert ((visible.double() - x.double()).abs() <= x.double().abs() * 2.0**-last * (1 + slack)).all()
 
 
-def test_a_weight_follows_updates_a_thousandth_of_its_last_place() -> None:
-    """1e5 updates of 1e-3 bf16 ulp: stochastic 24 bits arrive within 2 %, nearest 24 bits do not move at all."""
-    steps, count = 100_000, 256
+@pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_weight_follows_updates_a_thousandth_of_its_last_place(steps: int) -> None:
+    """Updates of 1e-3 bf16 ulp: stochastic 24 bits arrive within 2 %, nearest 24 bits do not move at all."""
+    count = 256
     update = 1e-3 * 2.0**-7
     start = 1 + torch.rand(count, generator=torch.Generator().manual_seed(0)) * 0.1
     generator = torch.Generator().manual_seed(1)

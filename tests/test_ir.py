@@ -30,7 +30,12 @@ def floats() -> st.SearchStrategy[ir.Node]:
     )
 
     def grow(children: st.SearchStrategy[ir.Node]) -> st.SearchStrategy[ir.Node]:
-        binary = st.builds(lambda o, a, b: ir.op(o, a, b), st.sampled_from(["add", "sub", "mul", "div", "max", "min"]), children, children)
+        binary = st.builds(
+            lambda o, a, b: ir.op(o, a, b),
+            st.sampled_from(["add", "sub", "mul", "div", "max", "min"]),
+            children,
+            children,
+        )
         unary = st.builds(lambda o, a: ir.op(o, a), st.sampled_from(["neg", "abs", "sqrt", "floor"]), children)
         where = st.builds(lambda a, b, c: ir.op("where", ir.op("lt", a, b), b, c), children, children, children)
         return st.one_of(binary, unary, where)
@@ -124,7 +129,11 @@ def test_a_value_lies_in_its_interval(node: ir.Node, x: float, code: int) -> Non
 
 
 def test_bits_of_a_masked_integer_are_a_nonnegative_float() -> None:
-    scale = ir.op("shl", ir.op("and", ir.op("cast", SCALE, attr=dtypes.i32), ir.const(0xFFFF, dtypes.i32)), ir.const(15, dtypes.i32))
+    scale = ir.op(
+        "shl",
+        ir.op("and", ir.op("cast", SCALE, attr=dtypes.i32), ir.const(0xFFFF, dtypes.i32)),
+        ir.const(15, dtypes.i32),
+    )
     value = ir.op("bitcast", ir.op("and", scale, ir.const(0x7FFF8000, dtypes.i32)), attr=dtypes.f32)
     low, high = ranges([value], {})[value.uid]
     assert low == 0.0

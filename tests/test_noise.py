@@ -14,7 +14,7 @@ import torch
 from optgen.backends.printer import Printer
 from optgen.backends.reference import SPELL
 from optgen.lower.noise import deal, word
-from optgen.runtime.eager import Blocks
+from optgen.runtime.eager import Blocks, rotl
 from optgen.runtime.keys import step_key, stream_key
 
 N = 1 << 18
@@ -24,8 +24,8 @@ SIGMAS = 6.0
 def words(stream: int, step: int, k: int = 0) -> torch.Tensor:
     """The words of N consecutive elements, uint32 in int64."""
     code = Printer(SPELL, {}).text(word(k))
-    names = {"b": Blocks(torch.empty(N), 1), "stream_key": stream, "step_key": step, "torch": torch}
-    return eval(code, names).long() & 0xFFFFFFFF  # noqa: S307 - the compiler's own text
+    names = {"b": Blocks(torch.empty(N), 1), "stream_key": stream, "step_key": step, "torch": torch, "rotl": rotl}
+    return eval(code, names).long() & 0xFFFFFFFF
 
 
 def bits_of(w: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_every_bit_is_fair_and_bits_are_pairwise_independent(stream: int, step: 
 
 
 @pytest.mark.parametrize(("stream", "step"), KEYS)
-@pytest.mark.parametrize("distance", [1, 2, 64, 256, 4096])
+@pytest.mark.parametrize("distance", [1, 2, 3, 4, 5, 6, 7, 8, 64, 256, 4096])
 def test_neighbours_are_independent(stream: int, step: int, distance: int) -> None:
     b = bits_of(words(stream, step)) - 0.5
     products = (b[:-distance].T @ b[distance:]) / (N - distance) * 4

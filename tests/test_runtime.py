@@ -31,6 +31,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(), (1,), (7,), (8,), (9,), (0,), (3, 0), (5, 7), (4, 16), (2, 3, 5), (2, 4, 3, 3)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_provider() -> Iterator[None]:
+    """The runtime alone: another test of this process may have registered the compiler."""
+    before, plans.provider = plans.provider, None
+    yield
+    plans.provider = before
+
+
 def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, seed: int = 0) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]

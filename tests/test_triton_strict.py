@@ -1,4 +1,4 @@
-"""Strict maths: the Triton kernel, in the interpreter, gives the bits of the eager reference: codes, scales, weights."""
+"""Strict maths: the Triton kernel, in the interpreter, gives the eager reference's bits: codes, scales, weights."""
 
 from __future__ import annotations
 

@@ -89,6 +89,7 @@ SPELL: dict[str, Spelling] = {
     "sign": _sign,
     "where": _where,
     "lshr": _lshr,
+    "rotl": lambda p, n: p.call("rotl", *n.args),
     "cast": _cast,
     "bitcast": _bitcast,
     "block_max": _block("block_max"),
@@ -178,8 +179,8 @@ def needs(schedules: list[Schedule]) -> list[str]:
         for n in postorder(s.program.roots()):
             if n.op in ("block_max", "block_min"):
                 names.add(n.op)
-            if n.op == "sqrt":
-                names.add("sqrt")
+            if n.op in ("sqrt", "rotl"):
+                names.add(n.op)
             if n.op == "div" and n.args[0].op == "const":
                 names.add("quotient")
     return sorted(names)

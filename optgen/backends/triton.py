@@ -91,8 +91,7 @@ def _lshr(p: Printer, n: Node) -> Text:
 
 
 def _sign(p: Printer, n: Node) -> Text:
-    x = p.text(n.args[0], 5)
-    return f"tl.where({x} > 0, 1.0, tl.where({x} < 0, -1.0, {x}))", ATOM
+    return f"sign({p.text(n.args[0])})", ATOM
 
 
 def _strict_div(p: Printer, n: Node) -> Text:
@@ -112,6 +111,8 @@ def _rcp(p: Printer, n: Node) -> Text:
     """1 / b: the square of a reciprocal root where b >= 0 (3 instructions; the approximate division is 8)."""
     (b,) = n.args
     assert isinstance(p, TritonPrinter)
+    if n.space.name == "block":
+        return f"inverse({p.text(b)})", ATOM
     if p.nonneg(b):
         return f"reciprocal({p.text(b)})", ATOM
     return f"1.0 / {p.text(b, 21)}", 20
@@ -129,10 +130,27 @@ def _block(name: str) -> Spelling:
     return lambda p, n: (f"{name}({p.text(n.args[0])}, live, MASKED)", ATOM)
 
 
+def magnitude(n: Node) -> Node | None:
+    """x of block_max(bits(|x|)), where x is a float of its own."""
+    if n.op != "block_max" or n.args[0].op != "bitcast" or n.args[0].args[0].op != "abs":
+        return None
+    return n.args[0].args[0].args[0]
+
+
+def _block_max(p: Printer, n: Node) -> Text:
+    """Magnitudes are compared as floats, whose operands take |x| for nothing."""
+    x = magnitude(n)
+    if x is None:
+        return f"block_max({p.text(n.args[0])}, live, MASKED)", ATOM
+    return f"block_magnitude({p.text(x)}, live, MASKED)", ATOM
+
+
 def _load(p: Printer, n: Node) -> Text:
     if n.space.name == "block":
         return f"get({n.attr}_ptr, at_block, live_block, MASKED)", ATOM
-    return f"get({n.attr}_ptr, at, live, MASKED)", ATOM
+    # Behind the gradient's pointer lies GRAD, whatever dtype the program gives it.
+    wide = ".to(tl.float32)" if n.attr == "g" and n.dtype.torch == "float32" else ""
+    return f"get({n.attr}_ptr, at, live, MASKED){wide}", ATOM
 
 
 _COMMON: dict[str, Spelling] = {
@@ -153,6 +171,7 @@ _COMMON: dict[str, Spelling] = {
     "where": _call("tl.where"),
     "sign": _sign,
     "lshr": _lshr,
+    "rotl": _call("rotl"),
     "cast": _cast,
     "bitcast": _bitcast,
     "rint": _rint,
@@ -173,7 +192,7 @@ def _integer_limit(name: str) -> Spelling:
 
 _COMMON |= {"min": _integer_limit("minimum"), "max": _integer_limit("maximum")}
 STRICT: dict[str, Spelling] = _COMMON | {"div": _strict_div, "sqrt": _call("tl.sqrt_rn")}
-FAST: dict[str, Spelling] = _COMMON | {"div": _fast_div, "rcp": _rcp, "sqrt": _call("tl.sqrt")}
+FAST: dict[str, Spelling] = _COMMON | {"block_max": _block_max, "div": _fast_div, "rcp": _rcp, "sqrt": _call("tl.sqrt")}
 
 PRELUDE = ("block_max", "block_min", "get", "put", "reciprocal", "rint", "tile_of_blocks")
 
@@ -241,11 +260,18 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
     return known
 
 
+# What the kernel names itself: a scalar of that name is spelled with an underscore there.
+LOCALS = frozenset(
+    "table work item row first numel columns at at_block blocks per_row block tile start lane where live live_block "
+    "origin count before".split()
+)
+
+
 def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     """The tile function and the kernel that walks the tiles of a work item."""
     program = schedule.program
     block, tile = program.block, tile_elements(schedule)
-    host = [let.name for let in program.host]
+    host = [f"{let.name}_" if let.name in LOCALS else let.name for let in program.host]
     columns = len(program.buffers)
     counted = any(n.op == "index" for n in postorder(program.roots()))
     out = _tile(schedule, function, source)
@@ -298,10 +324,10 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     out += [f"{pad}{b.name}_ptr += {'first * BLOCKS' if b.space.size else 'origin'}" for b in program.buffers]
     out.append(f"{pad}count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)")
     if counted:
-        out.append(f"{pad}index = origin.to(tl.int32) + at")
-    index = "index + start" if counted else "at"
+        out.append(f"{pad}before = origin.to(tl.int32)")
+    index = "before + start + at" if counted else "at"
     moved = [f"{b.name}_ptr + {'tile * BLOCKS' if b.space.size else 'start'}" for b in program.buffers]
-    out.append(f"{pad}for tile in range(0, count // TILE):")
+    out.append(f"{pad}for tile in tl.range(0, count // TILE, loop_unroll_factor=2):")
     out.append(f"{pad}    start = tile * TILE")
     out += call(moved, ["at", at_block, "at", at_block, index], "False", pad + "    ")
     out.append(f"{pad}tile = count // TILE")
@@ -321,8 +347,10 @@ def helpers(schedules: list[Schedule]) -> list[str]:
     text = {"get", "put", "pointer"}
     for s in schedules:
         for n in postorder(s.program.roots()):
-            if n.op in ("block_max", "block_min", "rint"):
+            if n.op == "block_max" and s.program.maths == "fast" and magnitude(n) is not None:
+                text.add("block_magnitude")
+            elif n.op in ("block_max", "block_min", "rint", "rotl", "sign"):
                 text.add(n.op)
             if n.op == "rcp":
-                text.add("reciprocal")
+                text.add("inverse" if n.space.name == "block" else "reciprocal")
     return sorted(text)

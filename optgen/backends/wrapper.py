@@ -35,7 +35,9 @@ class FlagRow:
 
     @property
     def declaration(self) -> str:
-        return f'Flag("{self.name}", nonzero="{self.nonzero}")' if self.nonzero else f'Flag("{self.name}", {self.default})'
+        return (
+            f'Flag("{self.name}", nonzero="{self.nonzero}")' if self.nonzero else f'Flag("{self.name}", {self.default})'
+        )
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ TABLE: dict[str, Row] = {
     "E407": Row(
         "[tool.optgen] in {file}: {what}",
         "",
-        'for instance  build = [{{ specs = ["*"], plans = ["fp32", "int8_split24"] }}]',
+        'an entry of `build` is a table of two lists: specs = ["*"], plans = ["fp32", "int8_split24"]',
     ),
     "E408": Row("{file} exists already", "nothing was changed", "choose another name, or delete the file"),
     "E409": Row("`{name}` cannot be the name of a spec", "it becomes a Python module and function", "{remedy}"),

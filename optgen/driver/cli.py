@@ -5,14 +5,16 @@ Heavy imports stand inside the commands, so that `optgen --help` is quick.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from optgen.driver.terminal import Terminal, run, session
+from optgen.driver.terminal import MISSING, Missing, Terminal, run, session, table
 
 if TYPE_CHECKING:
+    from optgen.driver.project import Maths
     from optgen.formats.plan import Plan
     from optgen.lang.spec import Spec
 
@@ -40,6 +42,12 @@ def _choice(option: str, value: str, allowed: tuple[str, ...]) -> str:
         want = f"one of {', '.join(allowed)}"
         raise UserError("E411", option=option, want=want, got=value, hint=did_you_mean(value, allowed))
     return value
+
+
+def _maths(value: str) -> Maths:
+    from optgen.driver.project import MATHS
+
+    return cast("Maths", _choice("--maths", value, MATHS))
 
 
 def _pair(spec: str, plan: str) -> tuple[Spec, Plan]:
@@ -78,31 +86,43 @@ def build(
     names: Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Specs; none: the project's.")] = None,
     plan: Annotated[list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed).")] = None,
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", help="triton or reference (repeatable; the reference is always there).")
+        list[str] | None,
+        typer.Option("--backend", help="triton or reference (repeatable; the reference is always there)."),
     ] = None,
     out: Annotated[str | None, typer.Option("--out", help="The folder to write. [default: generated]")] = None,
     maths: Annotated[str | None, typer.Option("--maths", help="strict or fast kernels. [default: fast]")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; print what would change; exit 1 if anything.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; print what would change; exit 1 if anything.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Build again whenever a spec or plan changes.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite edited files; build plans that the lint refuses.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite edited files; build plans that the lint refuses.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Print the generated package: all of it, or the named specs."""
     with session("build", json) as t:
+        from optgen.base.errors import UserError
         from optgen.driver import build as b
-        from optgen.driver.project import BACKENDS, MATHS
+        from optgen.driver.project import BACKENDS
 
         for name in backend or ():
             _choice("--backend", name, BACKENDS)
-        if maths is not None:
-            _choice("--maths", maths, MATHS)
+        if watch and check:
+            raise UserError("E411", option="--watch", want="for building, not for --check", got="--check")
         if watch:
             from optgen.driver.watch import watch as keep_building
 
             keep_building(t, Path.cwd(), names or [], plan or [], backend or [], out, maths, force)
             return
         request = b.Request(
-            tuple(names or ()), tuple(plan or ()), tuple(backend or ()), out, maths, check, force  # type: ignore[arg-type]
+            tuple(names or ()),
+            tuple(plan or ()),
+            tuple(backend or ()),
+            out,
+            None if maths is None else _maths(maths),
+            check,
+            force,
         )
         outcome = b.build(request, lambda items, total: t.track(items, total, "printing"))
         _tell_build(t, outcome, check)
@@ -130,9 +150,238 @@ def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:
     t.show(f"{outcome.out}: {changed}")
 
 
+@app.command("list")
+def list_(json: Json = False) -> None:
+    """Optimizers and plans that can be named."""
+    with session("list", json) as t:
+        from optgen.base.loc import relative
+        from optgen.driver import load, overview
+
+        specs = [overview.of_entry(e) for e in load.entries().values()]
+        plans = [overview.of_plan(p) for p in load.plans().values()]
+        t.result |= {"specs": specs, "plans": plans}
+        own = ("spec", "class", "as in", "states", "file")
+        t.show(
+            table(
+                "optimizers", own, [(r["name"], r["class"], r["like"], r["states"], relative(r["file"])) for r in specs]
+            )
+        )
+        rows = [(r["name"], r["bytes"], r["forced"], r["doc"]) for r in plans]
+        t.show(table("plans", ("plan", "B/parameter*", "", ""), rows))
+        t.show("* AdamW's weight and states for bf16 parameters; gradients not counted")
+
+
+@app.command()
+def check(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Specs; none: the project's.")] = None,
+    plan: Annotated[list[str] | None, typer.Option("--plan", help="Plans (repeatable). [default: all]")] = None,
+    json: Json = False,
+) -> None:
+    """Read and verify specs, and judge plans for them; build nothing."""
+    with session("check", json) as t:
+        from optgen.driver import overview
+
+        rows, errors = overview.check(names or [], plan or [], lambda items, total: t.track(items, total, "checking"))
+        t.result |= {"specs": rows, "errors": errors}
+        plans = sorted({name for r in rows for name in r["plans"]}, key=overview.plan_order)
+        cells = [(r["name"], *(r["plans"][p]["verdict"] for p in plans)) for r in rows]
+        if rows:
+            t.show(table("", ("spec", *plans), cells))
+        for r in rows:
+            for name, verdict in r["plans"].items():
+                if verdict["verdict"] == "refused" or (names and verdict["findings"]):
+                    for finding in verdict["findings"]:
+                        t.show(f"{r['name']} under {name}: {finding}")
+        for text in errors:
+            t.log(text, "red")
+            t.fail(2)
+        if plan and any(v["verdict"] in ("refused", "does not fit") for r in rows for v in r["plans"].values()):
+            t.fail(1)
+        if not errors:
+            t.show(f"{len(rows)} specs are fine")
+
+
+@app.command()
+def show(
+    spec: SpecName,
+    plan: PlanName = DEFAULT_PLAN,
+    param: Annotated[str, typer.Option("--param", help="The parameter's dtype.")] = "bfloat16",
+    flag: Annotated[list[str] | None, typer.Option("--flag", help="A flag to turn over: amsgrad (repeatable).")] = None,
+    maths: Annotated[str, typer.Option("--maths", help="strict or fast.")] = "fast",
+    diff: Annotated[bool, typer.Option("--diff", help="Only the lines that each pass changes.")] = False,
+    json: Json = False,
+) -> None:
+    """The IR after every pass."""
+    with session("show", json) as t:
+        from optgen.driver import explain as e
+
+        found, chosen = _pair(spec, plan)
+        case = e.case_of(found, chosen, _param(param), _flags(found, flag or []))
+        t.result |= {"spec": found.name, "plan": chosen.name, "param": param, "flags": dict(case.flags), "stages": []}
+        for stage in e.stages(found, case, _maths(maths)):
+            body = (stage.diff if diff else stage.text).rstrip() if stage.changed else "(unchanged)"
+            t.result["stages"].append({"pass": stage.name, "changed": stage.changed, "text": stage.text})
+            t.show(f"-- {stage.name}" + ("\n" + body if stage.changed else f"  {body}"))
+
+
+@app.command()
+def explain(
+    spec: SpecName,
+    plan: PlanName = DEFAULT_PLAN,
+    param: Annotated[str, typer.Option("--param", help="The parameter's dtype.")] = "bfloat16",
+    flag: Annotated[list[str] | None, typer.Option("--flag", help="A flag to turn over: amsgrad (repeatable).")] = None,
+    json: Json = False,
+) -> None:
+    """Memory, error bounds, traffic, sweeps and why, the lint's verdict."""
+    with session("explain", json) as t:
+        from dataclasses import asdict
+
+        from optgen.driver import explain as e
+
+        found, chosen = _pair(spec, plan)
+        x = e.explain(found, chosen, _param(param), _flags(found, flag or []))
+        extra = {"traffic": x.traffic, "findings": [str(f) for f in x.findings]}
+        t.result |= asdict(x) | extra
+        _tell_explanation(t, x)
+
+
+def _tell_explanation(t: Terminal, x: Any) -> None:
+    flags = ", ".join(f"{k}={v}" for k, v in x.flags.items())
+    t.show(f"{x.spec} under {x.plan}, {x.param} parameters" + (f", {flags}" if flags else "") + f"  ({x.source})")
+    for line in x.formulas:
+        t.show(f"    {line}")
+    rows = [(k.name, k.stored, f"{k.bytes:g}", k.error, k.valid) for k in x.memory]
+    rows.append(("total", "", f"{x.total:g}", "", f"{x.plain:g} in fp32"))
+    t.show(table("between steps", ("value", "stored as", "B/param", "|error| <=", "where"), rows))
+    for k in x.memory:
+        if k.steady:
+            t.show(f"stored again at every step  {k.name}: {k.steady}")
+    for n, s in enumerate(x.sweeps, 1):
+        reads, writes = (" ".join(part) for part in (s.reads, s.writes))
+        what = f"reduces {', '.join(s.reduces)}" if s.reduces else f"writes {writes}"
+        t.show(f"sweep {n}/{len(x.sweeps)}  reads {reads}; {what}: {s.bytes:g} B per parameter")
+    t.show(f"why        {x.sweeps[-1].why}")
+    t.show(f"traffic    {x.traffic:g} B per parameter and step; {x.milliseconds:.3g} ms per 1e9 parameters at 4.8 TB/s")
+    t.show(f"host       {len(x.host)} scalars in fp64 per step: " + ", ".join(name for name, _ in x.host))
+    if x.rules:
+        t.show(f"fast maths rounds differently by: {', '.join(x.rules)}")
+    for f in x.findings:
+        t.show(f"lint       {f}")
+    if x.forced:
+        t.show(f"forced     {x.forced}")
+    elif not x.findings:
+        t.show("lint       nothing to say")
+
+
+@app.command()
+def fuzz(
+    spec: SpecName,
+    plan: PlanName = DEFAULT_PLAN,
+    examples: Annotated[int, typer.Option("--examples", "-n", min=1, help="How many to draw.")] = 100,
+    seed: Annotated[int, typer.Option("--seed", help="Another seed, other examples.")] = 0,
+    backend: Annotated[
+        str, typer.Option("--backend", help="reference, or triton (interpreted without a GPU).")
+    ] = "reference",
+    maths: Annotated[str, typer.Option("--maths", help="For Triton: strict or fast.")] = "fast",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="At most this many steps per example.")] = 4,
+    case: Annotated[str | None, typer.Option("--case", help="One example, as a failure printed it.")] = None,
+    json: Json = False,
+) -> None:
+    """Random inputs against the derived bounds and the fp64 oracle; prints the worst case found."""
+    with session("fuzz", json) as t:
+        from optgen.driver import fuzz as f
+        from optgen.driver.project import BACKENDS
+
+        found, chosen = _pair(spec, plan)
+        _choice("--backend", backend, BACKENDS)
+        if backend == "triton":
+            _need_triton()
+            if f.needs_interpreter():
+                t.hand_over(lambda: f.interpreted(ARGUMENTS))
+                return
+        one = f.read_example(case) if case is not None else None
+        f.keep_away_from(Path.cwd())
+        with t.counter("examples", examples) as advance:
+            result = f.fuzz(
+                found, chosen, count=examples, random_seed=seed, backend=backend, maths=_maths(maths),
+                steps=steps, case=one, progress=advance, reference=spec,
+            )  # fmt: skip
+        _tell_fuzz(t, found.name, chosen.name, result)
+
+
+def _tell_fuzz(t: Terminal, spec: str, plan: str, result: Any) -> None:
+    from optgen.driver.fuzz import row
+
+    worst = sorted(result.report.worst.values(), key=lambda w: -w.ratio) if result.report else []
+    cases = {name: e.text() for name, e in result.worst_cases.items()}
+    t.result |= {
+        "spec": spec, "plan": plan, "examples": result.examples, "holds": result.ok,
+        "worst": [row(w) | {"case": cases.get(w.name, "")} for w in worst], "reproduce": result.reproduce,
+        "crash": result.crash,
+    }  # fmt: skip
+    columns = ("value", "error / bound", "error", "bound", "kept", "fp64 oracle")
+    rows = [
+        (w.name, f"{w.ratio:.4f}", f"{w.error:.3g}", f"{w.bound:.3g}", f"{w.got:.6g}", f"{w.exact:.6g}") for w in worst
+    ]
+    t.show(table("worst case found" if result.ok else "the shrunk failure", columns, rows))
+    if result.ok:
+        t.show(f"{spec} under {plan}: {result.examples} examples, every element within its bound")
+        return
+    t.fail()
+    if result.crash:
+        t.log(f"crashed: {result.crash}", "red")
+    else:
+        t.log(f"outside its bound: {', '.join(result.report.broken)}", "red")
+    t.show(f"again: {result.reproduce}")
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """What this machine has, and what follows from it."""
+    with session("doctor", json) as t:
+        from dataclasses import asdict
+
+        from optgen.driver.doctor import doctor as look
+
+        lines = look()
+        t.result["lines"] = [asdict(line) for line in lines]
+        marks = {"ok": "ok", "note": "note", "missing": "MISSING"}
+        t.show(table("", ("", "", "", ""), [(marks[x.verdict], x.what, x.found, x.advice) for x in lines]))
+        if any(x.verdict == "missing" for x in lines):
+            t.fail(MISSING)
+
+
+# -- shared
+
+
+ARGUMENTS: list[str] = []  # the words of the running command, for the commands that start it again elsewhere
+
+
+def _param(name: str) -> str:
+    from optgen.driver.targets import PARAM_DTYPES
+
+    return _choice("--param", name, tuple(d.torch for d in PARAM_DTYPES))
+
+
+def _flags(spec: Spec, turned: list[str]) -> dict[str, bool]:
+    """The settings that `--flag` asks for: each named flag away from its default."""
+    known = {f.name: f.default for f in spec.flags}
+    for name in turned:
+        _choice("--flag", name, tuple(known))
+    return {name: not known[name] for name in turned}
+
+
+def _need_triton() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("triton") is None:
+        raise Missing("Triton; `optgen doctor` says what is here")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command `optgen`: its exit code."""
-    return run(app, arguments)
+    ARGUMENTS[:] = sys.argv[1:] if arguments is None else arguments
+    return run(app, ARGUMENTS)
 
 
 if __name__ == "__main__":

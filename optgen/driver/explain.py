@@ -2,13 +2,233 @@
 
 from __future__ import annotations
 
-from optgen.formats.plan import Storage
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optgen import passes
+from optgen.base.loc import relative
+from optgen.driver import judge, targets
+from optgen.driver.project import Maths
+from optgen.driver.targets import Case
+from optgen.formats.format import Format
+from optgen.formats.plan import Plan, Storage
+from optgen.ir.node import postorder
+from optgen.ir.program import Program, Schedule
+from optgen.ir.show import show, text
 from optgen.lang.spec import Spec
+from optgen.lower import lower
+from optgen.ops.prims import REDUCTIONS
+from optgen.verify import bounds, lint
+from optgen.verify.lint import Finding
+
+COPY_BANDWIDTH = 4.8e12  # bytes per second: an H200's memory, for the time that the traffic alone takes
+
+
+# -- memory
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One value between steps: its bytes per parameter, and how far off storing it once may be."""
+
+    name: str
+    stored: str
+    bytes: float
+    error: str
+    valid: str
+    steady: str = ""
+
+
+def memory(spec: Spec, storage: Storage, decays: Mapping[str, lint.Recurrence] | None = None) -> list[Kept]:
+    """A row for the weight and for each state; `decays` adds where averages settle."""
+    master, param = storage.master, storage.param
+    weight = _bound(lambda: bounds.master_bound(master, param))
+    size = sum(f.bytes_per_param for f in master.fields(param).values())
+    rows = [Kept("p", master.describe(param), size, *weight)]
+    spaces = {s.name: s.space.name for s in spec.states}
+    for name, fmt in storage.states.items():
+        error, valid = _bound(lambda fmt=fmt: bounds.one_step_bound(fmt))
+        steady = _steady(fmt, (decays or {}).get(name))
+        if spaces[name] == "elem":
+            rows.append(Kept(name, str(fmt), fmt.bytes_per_param, error, valid, steady))
+        else:
+            # One per row, column or tensor: next to nothing per parameter.
+            rows.append(Kept(name, f"{fmt}, one per {spaces[name]}", 0.0, error, valid, steady))
+    return rows
+
+
+def _bound(derive: Any) -> tuple[str, str]:
+    """(error, range) in words; a format from elsewhere has none."""
+    try:
+        bound = derive()
+    except TypeError:
+        return "no bound is known", ""
+    if bound.value == 0:
+        return "exact", bound.valid
+    return f"{bound.value:.3g} {_of(bound.of)}", bound.valid
+
+
+def _of(what: str) -> str:
+    return "|x|" if what == "value" else what
+
+
+def _steady(fmt: Format, recurrence: lint.Recurrence | None) -> str:
+    exact = str(fmt) == "f32"
+    if exact or recurrence is None or recurrence.kind != "ema" or not recurrence.decay or recurrence.decay >= 1:
+        return ""
+    try:
+        return f"under a decay of {recurrence.decay:g}: {bounds.steady_state(fmt, recurrence.decay)}"
+    except TypeError:
+        return ""
 
 
 def storage_lines(spec: Spec, storage: Storage) -> list[str]:
     """The storage table as plain lines, for the header of a generated file."""
-    rows = [("p", storage.master.describe(storage.param), sum(f.bytes_per_param for f in storage.master.fields(storage.param).values()))]
-    rows += [(name, str(fmt), fmt.bytes_per_param) for name, fmt in storage.states.items()]
-    wide = [max(len(r[k]) for r in rows) for k in (0, 1)]
-    return [f"{a:<{wide[0]}}  {b:<{wide[1]}}  {c:g} B" for a, b, c in rows]
+    rows = memory(spec, storage)
+    names = max(len(r.name) for r in rows)
+    lines = [f"per {storage.param.torch} parameter: {sum(r.bytes for r in rows):g} B between steps"]
+    for r in rows:
+        lines.append(f"  {r.name:<{names}}  {r.bytes:g} B  {r.stored}")
+        what = f"|error| <= {r.error}" if r.error not in ("exact", "no bound is known") else r.error
+        lines.append(f"  {'':<{names}}  {what}" + (f"; {r.valid}" if r.valid else ""))
+    return lines
+
+
+# -- everything
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One sweep over memory: what it reads, writes and reduces, in bytes per parameter."""
+
+    reads: dict[str, float]
+    writes: dict[str, float]
+    reduces: tuple[str, ...]
+    why: str
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All that `optgen explain` prints, as data."""
+
+    spec: str
+    plan: str
+    param: str
+    flags: Mapping[str, bool]
+    source: str
+    formulas: tuple[str, ...]
+    memory: tuple[Kept, ...]
+    total: float
+    plain: float  # the same states and weight in fp32
+    sweeps: tuple[Pass, ...]
+    host: tuple[tuple[str, str], ...]
+    rules: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    forced: str
+
+    @property
+    def traffic(self) -> float:
+        return sum(s.bytes for s in self.sweeps)
+
+    @property
+    def milliseconds(self) -> float:
+        """What moving 1e9 parameters' bytes takes on an H200."""
+        return self.traffic * 1e9 / COPY_BANDWIDTH * 1e3
+
+
+def case_of(spec: Spec, plan: Plan, param: str, flags: Mapping[str, bool]) -> Case:
+    """The case of a parameter dtype and flags (the rest by default), for tensors large enough to be quantized."""
+    setting = {f.name: flags.get(f.name, f.default) for f in spec.flags}
+    return next(
+        c for c in targets.cases(spec, plan) if not c.small and c.param.torch == param and dict(c.flags) == setting
+    )
+
+
+def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str, bool] | None = None) -> Explanation:
+    """Everything about a pair, for one parameter dtype and flag setting."""
+    from optgen.lang.symbolic import plain_formulas
+
+    case = case_of(spec, plan, param, flags or {})
+    schedule = passes.run(lower(spec, case.flags, case.storage), "fast")
+    decays = lint.recurrences(spec, case.flags)
+    rows = tuple(memory(spec, case.storage, decays))
+    verdict = judge.look(spec, plan)
+    return Explanation(
+        spec=spec.name,
+        plan=plan.name,
+        param=param,
+        flags=dict(case.flags),
+        source=f"{relative(spec.loc.file)}:{spec.loc.line}",
+        formulas=tuple(plain_formulas(spec, case.flags)),
+        memory=rows,
+        total=sum(r.bytes for r in rows),
+        plain=4.0 * (1 + sum(s.space.name == "elem" for s in spec.present(case.flags))),
+        sweeps=tuple(_sweeps(schedule)),
+        host=tuple((let.name, text(let.node)) for let in schedule.program.host),
+        rules=schedule.program.rules,
+        findings=verdict.findings,
+        forced=verdict.forced,
+    )
+
+
+def _sweeps(schedule: Schedule) -> Iterator[Pass]:
+    size = {b.name: b.bytes_per_param for b in schedule.program.buffers}
+    count = len(schedule.sweeps)
+    for k, sweep in enumerate(schedule.sweeps):
+        reduces = tuple(p.reduction for p in sweep.partials)
+        last = k == count - 1
+        yield Pass(
+            {name: size[name] for name in sweep.reads},
+            {s.buffer: size[s.buffer] for s in sweep.stores},
+            reduces,
+            why_last(schedule) if last else f"what follows needs {', '.join(reduces)} of all elements first",
+        )
+
+
+def why_last(schedule: Schedule) -> str:
+    """Why the number of sweeps is what it is."""
+    program = schedule.program
+    if len(schedule.sweeps) == 1:
+        of = f" (and of its block of {program.block})" if program.block > 1 else ""
+        return f"one sweep: every value depends on values of its own element{of} only"
+    users = []
+    for let in program.body:
+        inside = [n for n in postorder([let.node]) if n.op in REDUCTIONS]
+        if inside and let.loc is not None:
+            users.append(f"{let.name} ({let.loc.short}) needs {', '.join(dict.fromkeys(n.op for n in inside))}")
+    return f"{len(schedule.sweeps)} sweeps: " + "; ".join(users[:4])
+
+
+# -- show
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The IR after one pass; `changed` is False where it is the one before, word for word."""
+
+    name: str
+    text: str
+    changed: bool
+    diff: str
+
+
+def stages(spec: Spec, case: Case, maths: Maths) -> list[Stage]:
+    """The program as it is lowered, and after every pass."""
+    program = lower(spec, case.flags, case.storage)
+    first = show(program)
+    out = [Stage("lower", first, True, first)]
+
+    def log(name: str, before: Program | Schedule, after: Program | Schedule) -> None:
+        old, new = show(before), show(after)
+        lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
+        diff = "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+        out.append(Stage(name, new, old != new, diff))
+
+    passes.run(program, maths, log)
+    return out

@@ -14,17 +14,21 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
 from torch import Tensor
 
 from optgen.base.errors import UserError
 from optgen.driver import targets
+from optgen.driver.compile import cache_folder
 from optgen.driver.compile import compile as compile_class
 from optgen.driver.project import Maths
 from optgen.formats.plan import Plan
@@ -34,6 +38,7 @@ from optgen.verify.differential import Report, Trial, Worst
 from optgen.verify.intervals import FAST, STRICT
 
 INTERPRET = "TRITON_INTERPRET"
+SHRINK_SECONDS = 20.0
 # On both sides of a block, a tile and the size under which tensors are not quantized; rows that end within a block.
 SHAPES = (
     (0,), (1,), (), (63,), (64,), (65,), (127,), (4096,), (4097,), (4159,), (1, 4099), (4099, 1), (64, 64), (65, 65),
@@ -97,7 +102,8 @@ def _hyper_values(decl: HyperDecl) -> st.SearchStrategy[Any]:
 
 def examples(spec: Spec, *, steps: int) -> st.SearchStrategy[Example]:
     """Examples of a spec; the first things to shrink to are the simplest."""
-    flags = st.fixed_dictionaries({f.name: st.sampled_from([f.default, not f.default]) for f in spec.flags if not f.derived})
+    free = [f for f in spec.flags if not f.derived]
+    flags = st.fixed_dictionaries({f.name: st.sampled_from([f.default, not f.default]) for f in free})
     hypers = st.fixed_dictionaries({}, optional={h.name: _hyper_values(h) for h in spec.hypers})
     scale = st.one_of(st.integers(-6, 2), st.integers(-38, 38))
     return st.builds(
@@ -202,17 +208,23 @@ def fuzz(
     cls = compile_class(spec, plan, maths if backend == "triton" else "fast")
     result = Result(0, None, {})
     last: list[tuple[Example, str]] = []
+    shrink_until = math.inf
 
     def one(example: Example) -> None:
-        result.examples += 1
+        nonlocal shrink_until
+        if time.monotonic() > shrink_until and example != last[-1][0]:
+            reject()  # long enough: what was found last is the answer
+        result.examples += not last
         if progress:
             progress()
         try:
             report = run(spec, plan, cls, example, backend=backend, maths=maths)
         except Exception as error:
+            shrink_until = min(shrink_until, time.monotonic() + SHRINK_SECONDS)
             last.append((example, f"{type(error).__name__}: {error}"))
             raise
         if not report.ok:
+            shrink_until = min(shrink_until, time.monotonic() + SHRINK_SECONDS)
             last.append((example, ""))
             result.report = report
             raise _Violation
@@ -247,10 +259,18 @@ def _keep(result: Result, report: Report, example: Example) -> None:
     result.report = report if result.report is None else result.report.join(report)
 
 
+def keep_away_from(folder: Path) -> None:
+    """Hypothesis keeps what it learns of the running code in .hypothesis: beside the cache, not in a user's folder."""
+    if not (folder / ".hypothesis").is_dir():
+        set_hypothesis_home_dir(cache_folder() / "hypothesis")
+
+
 def interpreted(arguments: list[str]) -> int:
     """The same command in a process whose Triton interprets: that is decided when Triton is imported."""
     command = [sys.executable, "-m", "optgen", *arguments]
-    return subprocess.run(command, env={**os.environ, INTERPRET: "1"}, check=False).returncode
+    # NumPy warns of every overflow that an example provokes on purpose.
+    environment = {**os.environ, INTERPRET: "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def needs_interpreter() -> bool:

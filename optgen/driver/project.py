@@ -76,8 +76,9 @@ def _config(table: Any, file: Path) -> Config:
     where = relative(str(file))
 
     def refuse(what: str, hint: str | None = None) -> UserError:
-        extra = {} if hint is None else {"hint": hint}
-        return UserError("E407", file=where, what=what, **extra)
+        if hint is None:
+            return UserError("E407", file=where, what=what)
+        return UserError("E407", file=where, what=what, hint=hint)
 
     if not isinstance(table, dict):
         raise refuse("is not a table")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from optgen.base import ready
 from optgen.formats.plan import Plan, Storage
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
@@ -57,6 +58,15 @@ def _recurrences(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[str
 def recurrences_of(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[str, object]:
     """How each present state depends on its old self, from the spec."""
     return _recurrences(spec, flags)
+
+
+def source_name(file: str) -> str:
+    """What generated text calls a source file: its path in the project, specs/... for ready-made ones."""
+    path = Path(file).resolve()
+    for root, prefix in ((Path.cwd(), ""), (ready.specs_dir(), "specs/")):
+        if path.is_relative_to(root.resolve()):
+            return prefix + path.relative_to(root.resolve()).as_posix()
+    return path.name
 
 
 def digest(file: str) -> str:

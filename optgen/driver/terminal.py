@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from optgen.base.errors import UserError
@@ -43,6 +45,7 @@ class Terminal:
     def __init__(self, command: str, as_json: bool) -> None:
         self.command, self.as_json = command, as_json
         self.code = OK
+        self.silent = False
         self.result: dict[str, Any] = {}
         self.out = Console(highlight=False, width=_width(sys.stdout))
         self.err = Console(stderr=True, highlight=False, width=_width(sys.stderr))
@@ -65,9 +68,21 @@ class Terminal:
         with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as bar:
             yield from bar.track(items, total=total, description=what)
 
+    @contextmanager
+    def counter(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """A bar that a function call moves on."""
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda: bar.advance(task)
+
+    def hand_over(self, elsewhere: Callable[[], int]) -> None:
+        """Another process does the command, and says all there is to say."""
+        self.code, self.silent = elsewhere(), True
+
     def finish(self) -> None:
         """The JSON object, where one was asked for."""
-        if self.as_json:
+        if self.as_json and not self.silent:
             head = {"optgen": SCHEMA, "command": self.command, "ok": self.code == OK, "exit": self.code}
             sys.stdout.write(json.dumps(head | self.result, indent=2, default=str, allow_nan=True) + "\n")
 
@@ -75,6 +90,16 @@ class Terminal:
         self.code = code
         self.result["error"] = {"message": text, **fields}
         self.log(text, "red")
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A plain table; text as it is, no markup."""
+    out = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, show_header=any(columns), pad_edge=False)
+    for name in columns:
+        out.add_column(Text(name), overflow="fold")
+    for row in rows:
+        out.add_row(*(Text(str(cell)) for cell in row))
+    return out
 
 
 def _width(stream: Any) -> int | None:

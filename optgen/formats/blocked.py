@@ -11,8 +11,8 @@ from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats.companders import Compander, softsign
 from optgen.formats.format import Field, Format, Noise, Rounding
-from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, ue8m8
-from optgen.lang.values import Num, bits, block_max, cast, clip, floor, maximum, minimum, rint, sqrt
+from optgen.formats.scales import LARGEST, Scale, ue8m8
+from optgen.lang.values import Num, bits, block_max, cast, clip, floor, maximum, rint, sqrt
 from optgen.ops import dtypes
 
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024)
@@ -43,8 +43,9 @@ class Blocked(Format):
 
     Nearest encoding is idempotent, codes and all, where the largest element gets the last code and so keeps the
     scale: 127 / (1 + 2^-8) rounds to 127, for N = 255 the scale must be ue7m9 (or fp32).
-    A block with a NaN or an Inf decodes to NaN, all of it and nothing else; its codes are unspecified.  Under
-    of="sqrt" an Inf counts as the largest root, just under 2^64.
+    A block with an Inf, or a signed one with a NaN, decodes to NaN, all of it and nothing else; its codes are
+    unspecified.  A NaN in an unsigned block does so where its sign bit is clear, which is the platform's choice;
+    else it reads as some value of its block.
     """
 
     bits: int = 8
@@ -102,22 +103,26 @@ class Blocked(Format):
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         value = x / root if self.relative else x
         if self.of == "sqrt":
-            value = sqrt(value) if self.scale.literal else minimum(sqrt(value), LARGEST_ROOT)
-        top = block_max(bits(abs(value)), self.block)
+            value = sqrt(value)
+        top = block_max(bits(abs(value) if self.signed else value), self.block)
         stored_scale, scale = self.scale.encode(top)
-        code = cast(self._code(value, scale, noise), dtypes.i32)
-        return {"": cast(code + 128 if self.signed else code, dtypes.u8), "scale": stored_scale}
+        return {"": cast(self._code(value, scale, noise), dtypes.u8), "scale": stored_scale}
 
     def _code(self, value: Num, scale: Num, noise: Noise | None) -> Num:
-        """The rounded code, f32."""
+        """The rounded code as it is stored, i32."""
+        bias = 128 if self.signed else 0
         if self.scale.literal:
             # The library's own order of operations and its ties, so that its numbers come out bit for bit.
-            return floor(self.compander.curve(value / scale) * float(self.codes) + 0.5)
+            return cast(floor(self.compander.curve(value / scale) * float(self.codes) + 0.5), dtypes.i32) + bias
         exact = self.compander.encode(value, scale, self.codes, signed=self.signed)
         if not self.scale.covers:
             exact = clip(exact, -float(self.codes), float(self.codes))
-        # 1.5 below, then noise about 1.5: the difference fuses with the multiplication before it.
-        return rint((exact - 1.5) + noise.above_one()) if noise else rint(exact)
+        if noise is None:
+            return cast(rint(exact), dtypes.i32) + bias
+        # 1.5 * 2^(23 - n) leaves n bits of fraction at the end of the pattern, the code right above them: the noise
+        # is added there, and what it does not carry over is cut off.  A code on the grid has no fraction to carry.
+        pattern = bits(exact + (1.5 * 2.0 ** (23 - noise.bits) + bias))
+        return (pattern + noise.integer()) >> noise.bits
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
         value = self._value(parts)

@@ -51,6 +51,15 @@ class Noise:
             return lshr(self.word, self.shift) if self.shift else self.word
         return (lshr(self.word, self.shift) if self.shift else self.word) & ((1 << self.bits) - 1)
 
+    def fraction(self, width: int) -> Num:
+        """i32, uniform on 0 .. 2^width - 1, `width` >= `bits`: the own bits on top, and below them the word's next.
+
+        Those belong to other fields; they decide only where the own bits leave a tie of 2^-bits.
+        """
+        if self.shift + self.bits == 32:
+            return lshr(self.word, 32 - width)
+        return (self.integer() << (width - self.bits)) | (1 << (width - self.bits - 1))
+
     def unit(self) -> Num:
         """f32, uniform on the midpoints of 2^bits cells of (0, 1): mean exactly 1/2."""
         return (cast(self.integer(), dtypes.f32) + 0.5) * 2.0**-self.bits
@@ -124,6 +133,11 @@ class Format(ABC):
     def decode_root(self, parts: Mapping[str, Num]) -> Num:
         """The square root of a kept nonnegative value; formats of a root override it to save the root."""
         return sqrt(self.decode(parts))
+
+    def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
+        """`encode`, and what `decode_root` makes of it; formats override it where that saves a step."""
+        parts = self.encode(x, noise=noise)
+        return parts, self.decode_root(parts)
 
 
 class Master(ABC):

@@ -25,6 +25,7 @@ from optgen.lang.values import (
     equal,
     floor,
     from_bits,
+    lshr,
     maximum,
     minimum,
     rint,
@@ -99,25 +100,41 @@ class LogMinMax(Format):
         return {"": Field(u8), "range": Field(i16, self.block)}
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        return self._encode(x, noise)[0]
+
+    def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
+        parts, cells, start, code = self._encode(x, noise)
+        step = _step(cells, self.unit)
+        value = from_bits(start + (step >> 1) + code * step)
+        return parts, value if self.of == "sqrt" else sqrt(value)
+
+    def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num, Num]:
+        """What is stored, and from it: cells per unit, the pattern of the first unit, the code, all i32."""
         unit = self.unit
         pattern = bits(sqrt(x) if self.of == "sqrt" else x)
         top, bottom = block_max(pattern, self.block), block_min(pattern, self.block)
         margin = 1 << (unit - 3) if noise else 0
         above = ((minimum(maximum(top, self.lowest), self.highest) + margin) >> unit) + 1
-        below = (maximum(minimum(bottom, self.highest), self.lowest) - margin) >> unit
-        first = maximum(maximum(below, above - self.UNITS), self.lowest >> unit)
+        below = (minimum(bottom, self.highest) - margin) >> unit
+        units = minimum(maximum(above - maximum(below, self.lowest >> unit), 1), self.UNITS)
+        first = above - units
         # 256.5: floor(256 / w) for every w, with room for a reciprocal that is not correctly rounded.
-        cells = minimum(cast(floor(256.5 / cast(above - first, f32)), i32), 255)
+        cells = minimum(cast(floor(256.5 / cast(units, f32)), i32), 255)
         start = first << unit
-        least = start + (_step(cells, unit) >> 1) + 1 if noise else start
-        # Cells above the start, in units of 2^-unit cells.
-        position = (minimum(maximum(pattern, least), self.highest) - start) * cells
+        # Cells above the base, in units of 2^-24 cells: the code is the top byte, and unsigned.
+        scale = cells << (24 - unit)
         if noise:
-            # Down by half a cell, up by 0 to 1 cells: the middle of a cell stays in it.
-            shift = unit - noise.bits
-            position = position + ((noise.integer() << shift) + ((1 << (shift - 1)) - (1 << (unit - 1))))
+            # Down by half a cell, up by 0 to 1 cells: the middle of a cell stays in it.  Below the base, where noise
+            # could take what is not there, is half a cell: 256 / (units * cells) < 5/4 times units / 256 of a unit.
+            half = units * (5 << (unit - 11))
+            base = start + half
+            offset = noise.fraction(24) + (half * scale - (1 << 23))
+        else:
+            base, offset = start, 0
+        position = maximum(minimum(pattern - base, self.highest - base), 0) * scale + offset
+        code = lshr(position, 24)
         header = ((first - (self.lowest >> unit)) << 8) | cells
-        return {"": cast(position >> unit, u8), "range": cast(header, i16)}
+        return {"": cast(code, u8), "range": cast(header, i16)}, cells, start, code
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
         value = self._value(parts)
@@ -142,4 +159,5 @@ def _step(cells: Num, unit: int) -> Num:
     2^22 / k is at least three f32 ulps away from a tie for every k that occurs, so that a reciprocal with an
     error of an ulp rounds to the same integer on every backend.
     """
-    return cast(rint(float(1 << 22) / cast(cells, f32)), i32) << (unit - 22)
+    step = cast(rint(float(1 << 22) / cast(cells, f32)), i32)
+    return step << (unit - 22) if unit > 22 else step

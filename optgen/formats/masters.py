@@ -154,11 +154,11 @@ class Split(Narrow):
     def _encode_bf16(self, x: Num, noise: Noise | None) -> dict[str, Num]:
         half = 0x8000  # half of the high part's last place: the low part is stored above it
         if self.bits == 16:
-            word = where(equal(x, x), bits(x), words.NAN) + half
+            word = where(equal(x, x), bits(x) + half, words.NAN + half)
             low = cast((word & 0xFFFF) - half, i16)
         else:
-            rounded = bits(x) + noise.integer() if noise else bits(x) + 0x80
-            word = where(equal(x, x), rounded, words.NAN) + half
+            carry = noise.integer() + half if noise else half + 0x80
+            word = where(equal(x, x), bits(x) + carry, words.NAN + half)
             low = cast((word >> 8) & 0xFF, u8)
         return {"": words.stored(word >> 16, bf16), "low": low}
 
@@ -172,11 +172,11 @@ class Split(Narrow):
         return {"": words.stored(sign | (word >> self.bits), f16), "low": kept}
 
     def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
-        high, low = words.pattern(parts[""]), cast(parts["low"], i32)
+        low = cast(parts["low"], i32)
         if param is bf16:
-            if self.bits == 16:
-                return from_bits((high << 16) + low)
-            return from_bits(((high << 16) | (low << 8)) - 0x8000)
+            high = bits(cast(parts[""], f32))
+            return from_bits(high + low if self.bits == 16 else (high - 0x8000) + (low << 8))
+        high = words.pattern(parts[""])
         offset = low if self.bits == 16 else low - 128
         wide = ((high & 0x7FFF) << self.bits) + offset
         return from_bits(bits(words.narrow_f16(wide, self.bits)) | ((high & 0x8000) << 16))

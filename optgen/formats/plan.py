@@ -148,9 +148,8 @@ class Plan:
         self._check()
 
     def _check(self) -> None:
-        slots = {"signed": self.signed, "nonneg": self.nonneg, "small": self.small}
-        for slot, fmt in slots.items():
-            if slot != "nonneg" and not fmt.signed:
+        for slot, fmt in (("signed", self.signed), ("small", self.small)):
+            if not fmt.signed:
                 raise UserError("E301", loc=self.loc, plan=self.name or "this plan", state=slot, format=str(fmt))
         if self.small.block > 1 or self.reduced.block > 1 or self.initial.block > 1:
             raise UserError(

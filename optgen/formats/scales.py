@@ -96,12 +96,15 @@ class PatternScale(Scale):
         return LARGEST if self.covers else 2.0**127
 
     def encode(self, top: Num) -> tuple[Num, Num]:
-        up = maximum(top, _SMALLEST_BITS) + ((1 << self.shift) - 1)
+        dropped = (1 << self.shift) - 1
+        up = maximum(top, _SMALLEST_BITS) + dropped
         if not self.covers:
             # No pattern is left between the last power of two and NaN: the top binade saturates.
             up = minimum(up, words.INF - 1)
-        pattern = where(top < words.INF, up, 0x7FFFFFFF) >> self.shift
-        return cast(pattern, self.dtype), self._value(pattern)
+        up = where(top < words.INF, up, 0x7FFFFFFF)
+        # Codes under a NaN scale are unspecified, so what they are divided by may be any number.
+        divisor = minimum(up & (0x7FFFFFFF - dropped), words.LARGEST)
+        return cast(up >> self.shift, self.dtype), from_bits(divisor)
 
     def decode(self, stored: Num) -> Num:
         return self._value(cast(stored, dtypes.i32))
@@ -139,9 +142,10 @@ class RootScale(Scale):
         return LARGEST_ROOT
 
     def encode(self, top: Num) -> tuple[Num, Num]:
-        above = maximum(top, (127 - 54) << 23) - _ROOT_OFFSET
-        pattern = where(top < words.INF, (above + 0x3FFF) >> 14, 0xFFFF)
-        return cast(pattern, dtypes.i16), self._value(pattern)
+        up = where(top < words.INF, maximum(top, (127 - 54) << 23) + 0x3FFF, (0xFFFF << 14) + _ROOT_OFFSET)
+        # Codes under a NaN scale are unspecified, so what they are divided by may be any number.
+        divisor = minimum(up & 0x7FFFC000, _LARGEST_ROOT_BITS)
+        return cast((up - _ROOT_OFFSET) >> 14, dtypes.i16), from_bits(divisor)
 
     def decode(self, stored: Num) -> Num:
         return self._value(cast(stored, dtypes.i32) & 0xFFFF)

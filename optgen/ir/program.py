@@ -13,6 +13,7 @@ from typing import Literal
 
 from optgen.base.loc import Loc
 from optgen.ir.node import Node
+from optgen.ops import spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
 
@@ -39,6 +40,8 @@ class Buffer:
 
     @property
     def bytes_per_param(self) -> float:
+        if self.space.rank < spaces.RANK["block"]:
+            return 0.0  # rows and columns are few beside elements
         return self.dtype.bytes / (self.space.size or 1)
 
 

@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Mapping
 
-from optgen.ir.node import Node, postorder
+from optgen.ir.node import Node
 from optgen.ops import dtypes
 
 Interval = tuple[float, float]
@@ -46,16 +46,42 @@ def _float_bits(a: Interval) -> Interval:
     return (0.0, math.inf) if a[0] >= 0 else ANY
 
 
+def _bits_of(x: float) -> int:
+    """The i32 pattern of the f32 nearest to x >= 0."""
+    return int(struct.unpack("<i", struct.pack("<f", x))[0]) if x < 3.4e38 else 0x7F800000
+
+
 def _wrap(a: Interval) -> Interval:
     return a if a[0] >= _INT[0] and a[1] <= _INT[1] else _INT
 
 
+class Intervals:
+    """node -> interval, computed on demand and kept; `scalars` gives those of host names."""
+
+    def __init__(self, scalars: Mapping[str, Interval]) -> None:
+        self.scalars = scalars
+        self.known: dict[int, Interval] = {}
+
+    def __call__(self, node: Node) -> Interval:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [a for a in top.args if a.uid not in self.known]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            if top.uid not in self.known:
+                self.known[top.uid] = _of(top, [self.known[a.uid] for a in top.args], self.scalars)
+        return self.known[node.uid]
+
+
 def ranges(roots: list[Node], scalars: Mapping[str, Interval]) -> dict[int, Interval]:
-    """Node uid -> interval, for everything below the roots; `scalars` gives those of host names."""
-    out: dict[int, Interval] = {}
-    for node in postorder(roots):
-        out[node.uid] = _of(node, [out[a.uid] for a in node.args], scalars)
-    return out
+    """Node uid -> interval, for everything below the roots."""
+    find = Intervals(scalars)
+    for root in roots:
+        find(root)
+    return find.known
 
 
 def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval]) -> Interval:
@@ -83,6 +109,8 @@ def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval]) -> Inter
         return (low if low == low else -math.inf), (high if high == high else math.inf)
     if op == "div":
         return _quotient(a[0], a[1])
+    if op == "rcp":
+        return _quotient((1.0, 1.0), a[0])
     if op == "sqrt":
         return math.sqrt(max(a[0][0], 0.0)), math.sqrt(max(a[0][1], 0.0))
     if op == "pow" and a[0][0] >= 0 and a[1][0] >= 0:
@@ -99,16 +127,26 @@ def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval]) -> Inter
     if op == "where":
         return min(a[1][0], a[2][0]), max(a[1][1], a[2][1])
     if op in ("floor", "rint"):
-        return a[0][0] - 1, a[0][1] + 1
+        whole = math.floor if op == "floor" else round
+        return tuple(float(whole(x)) if math.isfinite(x) else x for x in a[0])  # type: ignore[return-value]
     if op == "cast":
-        return a[0] if node.dtype.is_float or args[0].dtype.is_int else _wrap(a[0])
+        if node.dtype.is_float:
+            return a[0]
+        held = _STORED.get(node.dtype.name, _INT)
+        return a[0] if held[0] <= a[0][0] and a[0][1] <= held[1] else held
     if op == "bitcast" and node.dtype is dtypes.f32:
         return _float_bits(a[0])
     if op == "bitcast" and node.dtype is dtypes.i32 and a[0][0] >= 0:
-        return 0, _INT[1]
+        return (_bits_of(a[0][0]), _bits_of(a[0][1])) if a[0][1] < math.inf else (0, _INT[1])
     if op == "and" and node.dtype is dtypes.i32:
         masks = [x.attr for x in args if x.op == "const" and x.attr >= 0]
         return (0, min(masks)) if masks else _INT
+    if op == "or" and node.dtype is dtypes.i32 and a[0][0] >= 0 and a[1][0] >= 0:
+        for x, y in (a, a[::-1]):
+            if y[0] == y[1] and x[1] < int(y[0]) & -int(y[0]):
+                return x[0] + y[0], x[1] + y[0]  # below the constant's lowest bit: a sum
+        # No bit above the highest of either side.
+        return max(a[0][0], a[1][0]), (1 << int(max(a[0][1], a[1][1])).bit_length()) - 1
     if op == "lshr":
         return 0, (1 << (32 - args[1].attr)) - 1
     if op == "shr":

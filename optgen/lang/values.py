@@ -416,6 +416,11 @@ class TorchReader:
     def _lshr(self, x: Any, k: int) -> Any:
         return (x >> k) & ((1 << (32 - k)) - 1)
 
+    def _rotl(self, x: Any, k: Num) -> Any:
+        low = 0xFFFFFFFF
+        wide = x.long() & low
+        return ((wide << k) | (wide >> (32 - k))).int()
+
     def _cast(self, x: Any, attr: DType) -> Any:
         import torch
 
@@ -585,6 +590,11 @@ def rint(x: Num) -> Num:
 def lshr(x: Num, k: int) -> Num:
     """Logical shift right of an i32 by a constant."""
     return reader_of(x).lshr(x, k)
+
+
+def rotl(x: Num, k: Num) -> Num:
+    """An i32 rotated left by k bits, 0 < k < 32."""
+    return reader_of(x, k).rotl(x, k)
 
 
 def cast(x: Num, dtype: DType) -> Num:

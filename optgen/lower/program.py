@@ -38,11 +38,12 @@ def weight_buffers(storage: Storage) -> dict[str, Buffer]:
     return out
 
 
-def state_buffers(storage: Storage, state: str) -> dict[str, Buffer]:
-    """Suffix -> buffer of one state."""
+def state_buffers(spec: Spec, storage: Storage, state: str) -> dict[str, Buffer]:
+    """Suffix -> buffer of one state, in the state's own space."""
+    own = next(d.space for d in spec.states if d.name == state)
     out = {}
     for suffix, field in storage.states[state].fields().items():
-        space = spaces.elem if field.per == 1 else spaces.block(field.per)
+        space = own if field.per == 1 else spaces.block(field.per)
         out[suffix] = Buffer(field_name(state, suffix), field.dtype, space, "state", state)
     return out
 
@@ -70,12 +71,12 @@ def _decode_all(spec: Spec, storage: Storage) -> tuple[Value, dict[str, Value], 
     for name in encoding_order(spec, storage):
         fmt = storage.states[name]
         record = Recorder(name, "decode")
-        parts = {k: read(b, record) for k, b in state_buffers(storage, name).items()}
+        parts = {k: read(b, record) for k, b in state_buffers(spec, storage, name).items()}
         root = None
         if fmt.relative:
             base = normalizer(spec, name)
             assert base is not None
-            root = storage.states[base].decode_root({k: read(b) for k, b in state_buffers(storage, base).items()})
+            root = storage.states[base].decode_root({k: read(b) for k, b in state_buffers(spec, storage, base).items()})
         states[name] = fmt.decode(parts, root=root)
         inner += record.lets()
     lets = [Let("p", weight.node, "decode", doc=storage.master.describe(storage.param))]
@@ -93,31 +94,32 @@ def _encode_all(
     doc = "32 random bits: hash(element, tensor, step)"
     lets = [Let("noise" if not k else f"noise_{k + 1}", w, "encode", doc=doc) for k, w in enumerate(words)]
     stores: list[Store] = []
-    kept: dict[str, Mapping[str, Any]] = {}
+    roots: dict[str, Value] = {}
+    bases = {normalizer(spec, name) for name in storage.states if storage.states[name].relative}
     for name in encoding_order(spec, storage):
         fmt = storage.states[name]
-        root = None
-        if fmt.relative:
-            base = normalizer(spec, name)
-            assert base is not None
-            # Divide by what will be read back, not by what was computed: the product is then exact.
-            root = storage.states[base].decode_root(kept[base])
         record = Recorder(name, "encode")
-        kept[name] = fmt.encode(Value(states[name].node, record), noise=noise.get(name), root=root)
+        value = Value(states[name].node, record)
+        if name in bases:
+            # Divide by what will be read back, not by what was computed: the product is then exact.
+            parts, roots[name] = fmt.encode_root(value, noise.get(name))
+        else:
+            root = roots[str(normalizer(spec, name))] if fmt.relative else None
+            parts = fmt.encode(value, noise=noise.get(name), root=root)
         lets += record.lets()
-        stores += [Store(b.name, kept[name][k].node) for k, b in state_buffers(storage, name).items()]
+        stores += [Store(b.name, parts[k].node) for k, b in state_buffers(spec, storage, name).items()]
     record = Recorder("p", "encode")
     parts = storage.master.encode(Value(weight.node, record), storage.param, noise=noise.get("p"))
     lets += record.lets()
     return lets, [Store(b.name, parts[k].node) for k, b in weight_buffers(storage).items()] + stores
 
 
-def _buffers(storage: Storage, grad: DType) -> tuple[Buffer, ...]:
+def _buffers(spec: Spec, storage: Storage, grad: DType) -> tuple[Buffer, ...]:
     weight = weight_buffers(storage)
     out = [weight[""], Buffer("g", grad, spaces.elem, "grad", "g", writes=False)]
     out += [b for k, b in weight.items() if k]
     for name in storage.states:
-        out += state_buffers(storage, name).values()
+        out += state_buffers(spec, storage, name).values()
     return tuple(out)
 
 
@@ -146,7 +148,7 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
     """
     trace = spec.trace(dict(flags))
     grad = grad or storage.param
-    buffers = _buffers(storage, grad)
+    buffers = _buffers(spec, storage, grad)
     weight, states, decoded = _decode_all(spec, storage)
     g = Value(ir.sym(GRAD_SCALE)) * Value(_to_f32(ir.load("g", grad, spaces.elem)))
     leaves = {("p"): weight.node, "g": g.node} | {name: v.node for name, v in states.items()}
@@ -187,7 +189,7 @@ def _to_f32(node: Node) -> Node:
 
 def lower_decode(spec: Spec, storage: Storage) -> Program:
     """What is kept -> f32 weight and states: the stores go to f32 pseudo-buffers named p and by state."""
-    buffers = tuple(b for b in _buffers(storage, storage.param) if b.role != "grad")
+    buffers = tuple(b for b in _buffers(spec, storage, storage.param) if b.role != "grad")
     weight, states, lets = _decode_all(spec, storage)
     values = {"p": weight} | states
     outputs = tuple(Buffer(f"out_{name}", dtypes.f32, spaces.elem, "state", name, reads=False) for name in values)
@@ -197,7 +199,7 @@ def lower_decode(spec: Spec, storage: Storage) -> Program:
 
 def lower_encode(spec: Spec, storage: Storage) -> Program:
     """f32 weight and states -> what is kept, rounded to nearest; inputs are f32 pseudo-buffers in_<name>."""
-    buffers = tuple(b for b in _buffers(storage, storage.param) if b.role != "grad")
+    buffers = tuple(b for b in _buffers(spec, storage, storage.param) if b.role != "grad")
     names = ["p", *storage.states]
     inputs = tuple(Buffer(f"in_{name}", dtypes.f32, spaces.elem, "state", name, writes=False) for name in names)
     values = {name: Value(ir.load(f"in_{name}", dtypes.f32, spaces.elem)) for name in names}

@@ -50,6 +50,7 @@ _ROWS = (
     Prim("shl", 2, doc="x << constant"),
     Prim("shr", 2, doc="x >> constant, arithmetic"),
     Prim("lshr", 2, doc="x >> constant, logical"),
+    Prim("rotl", 2, doc="x rotated left by y bits, 0 < y < 32"),
     # conversions; attr is the target dtype
     Prim("cast", 1, "attr", doc="value conversion; f32 -> i32 truncates, f32 -> bf16/f16 rounds to nearest even"),
     Prim("bitcast", 1, "attr", doc="same bits, another dtype of the same width"),

@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
         found = getattr(importlib.import_module("optgen._generated"), name)
     except AttributeError:
         raise AttributeError(f"optgen.optim has no optimizer {name!r}; `optgen list` shows them") from None
-    plans = importlib.import_module("optgen.runtime.plans")
+    plans: Any = importlib.import_module("optgen.runtime.plans")
     if plans.provider is None:
         plans.provider = _compile_plan
     return found

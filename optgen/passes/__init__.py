@@ -7,8 +7,10 @@ from typing import Literal
 
 from optgen.ir.program import Program, Schedule
 from optgen.ir.verify import verify
+from optgen.passes.convert import convert
 from optgen.passes.decompose import decompose
 from optgen.passes.fold import fold
+from optgen.passes.fuse import fuse
 from optgen.passes.hoist import hoist
 from optgen.passes.name import name
 from optgen.passes.place import place
@@ -18,6 +20,8 @@ from optgen.passes.sweeps import sweeps
 PROGRAM_PASSES: tuple[Callable[[Program], Program], ...] = (
     decompose,  # primitives without a spelling become core ones
     fold,  #    constants and identities marked EXACT; in fast maths also the ROUNDS rules
+    convert,  # fast maths: integers and floats meet in the mantissa; what intervals decide
+    fuse,  #    fast maths: a product and the sum that reads it
     hoist,  #   what lives in host space moves there, fp64
     share,  #   equal nodes become one let
 )
@@ -54,4 +58,4 @@ def run(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | 
     return schedule
 
 
-__all__ = ["PROGRAM_PASSES", "SCHEDULE_PASSES", "decompose", "fold", "hoist", "name", "place", "run", "share", "sweeps"]
+__all__ = ["PROGRAM_PASSES", "SCHEDULE_PASSES", "convert", "decompose", "fold", "fuse", "hoist", "name", "place", "run", "share", "sweeps"]

@@ -10,8 +10,10 @@ rewrite (ROUNDS):
     group     a * (h * b) / s -> (a-free host and block factors first): one multiplication per element
     root      sqrt(h * x) -> sqrt(h) * sqrt(x): the root of a state is shared by whoever needs it
     eps       a / (h * x + e) -> (a / h) / (x + e / h), h and e in host space
+    step      h * a / (x + e) -> a / (x / h + e / h), h >= 0: the learning rate costs nothing; h < 2^-100 counts as 0,
+              under which the denominator is infinite and the quotient 0
+    distribute  h * (h1 * x + h2 * y) -> (h * h1) * x + (h * h2) * y where nothing else reads the sum
     reciprocal  x / y -> x * rcp(y)
-    fma       x * y + z -> fma(x, y, z)
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, is_const, postorder
 from optgen.ir.program import Program
-from optgen.ir.ranges import never_zero
+from optgen.ir.ranges import Intervals, never_zero
 from optgen.ops import dtypes, spaces
 
 _PY = {
@@ -93,7 +95,8 @@ def _sqrt(a: Node | None) -> Node | None:
 class Grouper:
     """The ROUNDS rules on products; `fired` collects their names."""
 
-    def __init__(self) -> None:
+    def __init__(self, intervals: Intervals) -> None:
+        self.intervals = intervals
         self.fired: set[str] = set()
         self.memo: dict[int, Product] = {}
 
@@ -136,6 +139,20 @@ class Grouper:
                     return Product(host=p.host, num=[ir.op("add", inner, _div(e, p.host) or e)])
         return self.product(node)
 
+    def step(self, p: Product) -> Product:
+        """The host factor of a quotient, taken into its denominator."""
+        if p.host is None or len(p.den) != 1 or p.den[0].op != "add" or self.intervals(p.host)[0] < 0:
+            return p
+        x, e = p.den[0].args
+        if e.space != spaces.host or x.space != spaces.elem or self.intervals(e)[0] < 0:
+            return p
+        self.fired.add("step")
+        zero, tiny = ir.const(0.0), ir.const(2.0**-126)
+        none = ir.op("lt", p.host, ir.const(2.0**-100))
+        inverse = ir.op("where", none, zero, ir.op("div", ir.const(1.0), p.host))
+        infinite = ir.op("div", ir.op("max", e, tiny), ir.op("where", none, zero, p.host))
+        return replace(p, host=None, den=[ir.op("add", ir.op("mul", x, inverse), infinite)])
+
     def join(self, p: Product) -> Node | None:
         """The node: (host * block) * (num / den); None for 1."""
         num: Node | None = None
@@ -156,44 +173,31 @@ class Grouper:
         p = self.product(node)
         if p.host is None and p.block is None and node.op != "div":
             return node
-        new = self.join(p)
+        new = self.join(self.step(p))
         if new is not None and new is not node:
             self.fired.add("group")
             return new
         return node
 
 
-def _fuse(program: Program) -> tuple[Program, bool]:
-    """x * y + z -> fma(x, y, z) where the product has no other user."""
+def distribute(program: Program) -> tuple[Program, bool]:
+    """h * (x + y) -> h * x + h * y where x and y have host factors for h to join and only this reads the sum."""
     uses = Counter(a.uid for n in postorder(program.roots()) for a in n.args)
-    uses.update(s.node.uid for s in program.stores)
+    scaled = Grouper(Intervals({}))
     fired = False
-    memo: dict[int, Node] = {}
 
-    def fuse(old: Node, x: Node, y: Node) -> Node | None:
-        """The fma for `old`, whose operands have become x and y."""
-        negate = old.op == "sub"
-        if y.op == "mul" and uses[old.args[1].uid] <= 1 and y.space == spaces.elem:
-            a, b = y.args
-            return ir.op("fma", exact(ir.op("neg", a)) if negate else a, b, x)
-        if x.op == "mul" and uses[old.args[0].uid] <= 1 and x.space == spaces.elem:
-            return ir.op("fma", *x.args, exact(ir.op("neg", y)) if negate else y)
-        return None
-
-    def walk(root: Node) -> Node:
+    def rule(node: Node) -> Node:
         nonlocal fired
-        for node in postorder([root]):
-            if node.uid in memo:
-                continue
-            args = [memo[a.uid] for a in node.args]
-            made = None
-            if node.op in ("add", "sub") and node.dtype is dtypes.f32 and node.space == spaces.elem:
-                made = fuse(node, *args)
-                fired = fired or made is not None
-            memo[node.uid] = made or (ir.rebuild(node, args) if args else node)
-        return memo[root.uid]
+        if node.op == "mul" and node.space == spaces.elem and node.dtype is dtypes.f32:
+            for h, total in (node.args, node.args[::-1]):
+                if h.space == spaces.host and total.op in ("add", "sub") and uses[total.uid] == 1:
+                    x, y = total.args
+                    if all(a.space == spaces.elem and scaled.product(a).host is not None for a in (x, y)):
+                        fired = True
+                        return ir.op(total.op, ir.op("mul", h, x), ir.op("mul", h, y))
+        return node
 
-    return program.map(walk), fired
+    return program.map(Rewriter(rule)), fired
 
 
 def fold(program: Program) -> Program:
@@ -204,9 +208,11 @@ def fold(program: Program) -> Program:
     )
     if program.maths == "strict":
         return program
-    group = Grouper()
+    intervals = Intervals(dict(program.ranges))
+    program, distributed = distribute(program)
+    group = Grouper(intervals)
     program = program.map(Rewriter(group))
+    if distributed:
+        group.fired.add("distribute")
     program = program.map(Rewriter(exact))
-    program, fused = _fuse(program)
-    fired = group.fired | ({"fma"} if fused else set())
-    return replace(program, rules=tuple(sorted(fired)))
+    return replace(program, rules=tuple(sorted(group.fired)))

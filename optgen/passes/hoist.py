@@ -16,12 +16,13 @@ from optgen.ir.node import Node, Rewriter, postorder
 from optgen.ir.program import Let, Program
 from optgen.ir.spell import name_for
 from optgen.ops import dtypes, spaces
+from optgen.passes.name import RESERVED
 
 
 def hoist(program: Program) -> Program:
     """See the module's docstring.  Names: the author's where a let of theirs is the scalar."""
     own = {let.node.uid: let for let in program.body if let.node.space == spaces.host and let.node.args}
-    taken = set(program.hypers)
+    taken = RESERVED | set(program.hypers)
     found: dict[int, Let] = {}
     order: list[Let] = []
 

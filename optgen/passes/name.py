@@ -15,7 +15,14 @@ from dataclasses import replace
 from optgen.ir.node import Node
 from optgen.ir.program import Let, Schedule, Sweep
 
-RESERVED = {*keyword.kwlist, *dir(builtins), "tl", "triton", "torch", "g_ptr", "live", "b", "values", "scalars", "quotient", "Blocks", "step_key", "stream_key"}
+# What the printed functions name themselves, import or call: a let of that name gets an underscore.
+RESERVED = {
+    *keyword.kwlist,
+    *dir(builtins),
+    *"tl triton torch g_ptr step_key stream_key MASKED at at_block live live_block index".split(),
+    *"get put pointer reciprocal inverse rint sign mulhi block_max block_min".split(),
+    *"b values scalars quotient sqrt Blocks".split(),
+}
 
 
 def last_use(lets: tuple[Let, ...], stores: tuple[Node, ...]) -> dict[int, int]:

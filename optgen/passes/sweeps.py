@@ -1,6 +1,6 @@
 """sweeps: one pass over memory, cut after every reduction that feeds back into elements.
 
-A node's level is the number of row, column or tensor reductions on the longest path below it.  Sweep k
+A node's level is the number of row, column or tensor reductions of elements on the longest path below it.  Sweep k
 computes the operands of the reductions of level k, leaves their partials, and the last sweep stores.
 What crosses a cut is recomputed from the loads: reading a compressed state again costs 1 byte per element
 where spilling an f32 would cost 8.
@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from optgen.ir.node import Node, loads, postorder
 from optgen.ir.program import Partial, Program, Schedule, Sweep
+from optgen.ops import spaces
 from optgen.ops.prims import REDUCTIONS
+
+
+def cuts(node: Node) -> bool:
+    """Whether the node needs a pass over all elements before it; a mean of row sums, say, is small work between."""
+    return node.op in REDUCTIONS and node.args[0].space == spaces.elem
 
 
 def levels(roots: list[Node]) -> dict[int, int]:
@@ -18,14 +24,14 @@ def levels(roots: list[Node]) -> dict[int, int]:
     out: dict[int, int] = {}
     for node in postorder(roots):
         below = max((out[a.uid] for a in node.args), default=0)
-        out[node.uid] = below + (node.op in REDUCTIONS)
+        out[node.uid] = below + cuts(node)
     return out
 
 
 def sweeps(program: Program) -> Schedule:
     """See the module's docstring."""
     level = levels(program.roots())
-    reductions = [n for n in postorder(program.roots()) if n.op in REDUCTIONS]
+    reductions = [n for n in postorder(program.roots()) if cuts(n)]
     last = max(level.values(), default=0)
     out = []
     for k in range(last):
@@ -35,6 +41,7 @@ def sweeps(program: Program) -> Schedule:
         needed = {n.uid for n in postorder([p.node for p in partials])}
         lets = tuple(let for let in program.body if let.node.uid in needed)
         out.append(Sweep(tuple(reads), lets, partials, (), why=", ".join(p.reduction for p in partials)))
-    reads = tuple(b.name for b in program.buffers if b.name in set(loads(program.roots())))
-    out.append(Sweep(reads, program.body, (), program.stores, why="the update"))
+    read = set(loads(program.roots()))
+    everything = tuple(b.name for b in program.buffers if b.name in read)
+    out.append(Sweep(everything, program.body, (), program.stores, why="the update"))
     return Schedule(program, tuple(out))

@@ -100,6 +100,12 @@ def scalars(p: Tensor, *values: float) -> tuple[Tensor, ...]:
     return torch.tensor(values, dtype=torch.float64).to(torch.float32).to(p.device).unbind()
 
 
+def rotl(x: Tensor, k: Tensor) -> Tensor:
+    """int32 rotated left by k bits, 0 < k < 32."""
+    wide = x.long() & 0xFFFFFFFF
+    return (wide << k | wide >> 32 - k).int()
+
+
 def quotient(x: Tensor | float, y: Tensor) -> Tensor:
     """x / y, correctly rounded also where x is a Python number."""
     if not isinstance(x, Tensor):

@@ -14,8 +14,8 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -31,6 +31,39 @@ TILES = 4
 
 ALIGNMENT = 16
 """Bytes: the widest access of a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How kernels are launched; None: as the plan says.  No setting changes a bit of the result.
+
+    tile   elements per tile, a power of two and of at least one storage block
+    tiles  full tiles per work item
+    warps  warps per program
+    """
+
+    tile: int | None = None
+    tiles: int | None = None
+    warps: int = 1
+
+    def sizes(self, kernels: ModuleType, function: str) -> tuple[int, int]:
+        """(elements per tile, full tiles per work item) of a kernel."""
+        planned: dict[str, int] = getattr(kernels, "TILES", {})
+        return self.tile or kernels.TILE[function], self.tiles or planned.get(function, TILES)
+
+
+_tuning = Tuning()
+
+
+@contextmanager
+def tuned(tuning: Tuning) -> Iterator[None]:
+    """Steps made inside launch kernels that way, in every optimizer of the process: for measuring defaults."""
+    global _tuning
+    before, _tuning = _tuning, tuning
+    try:
+        yield
+    finally:
+        _tuning = before
 
 
 @functools.cache
@@ -143,7 +176,7 @@ class Launcher:
             raise
         with guard(bucket.device):
             stream = torch.cuda.current_stream().cuda_stream if bucket.device.type == "cuda" else 0
-            place = (bucket.group, bucket.variant, bucket.grad_dtype, bucket.device, stream)
+            place = (bucket.group, bucket.variant, bucket.grad_dtype, bucket.device, stream, _tuning)
             self._alike[place] += 1  # several buckets where parameters have made unequally many steps
             key = (*place, self._alike[place])
             old = self._kept.get(key)
@@ -156,7 +189,7 @@ class Launcher:
     def _build(self, bucket: Bucket, now: Signature, old: Tables | None) -> list[Launch]:
         block, function = bucket.variant.block, bucket.variant.kernel_name
         kernels = plans.part(bucket.plan, "triton_kernels")
-        tile, per_item = kernels.TILE[function], tiles_per_item(kernels, function)
+        tile, per_item = _tuning.sizes(kernels, function)
         parts: dict[tuple[bool, bool], list[list[int]]] = {}
         shapes, streams, columns = now
         for line in rows(columns, shapes, streams):
@@ -177,11 +210,6 @@ class Launcher:
         return launches
 
 
-def tiles_per_item(kernels: ModuleType, function: str) -> int:
-    given: dict[str, int] = getattr(kernels, "TILES", {})
-    return given.get(function, TILES)
-
-
 def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int) -> None:
     """Launch; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
     import triton.language as tl
@@ -190,6 +218,8 @@ def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int)
     variant = bucket.variant
     kernel: Any = getattr(kernels, variant.kernel_name)
     grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
+    tile, per_item = _tuning.sizes(kernels, variant.kernel_name)
+    options = {} if _tuning.tile is None else {"TILE": tile}
     with guard(bucket.device):
         for launch in tables.launches:
             kernel[(launch.work.shape[0],)](
@@ -198,11 +228,12 @@ def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int)
                 *scalars,
                 step_key,
                 GRAD=grad,
-                TILES=tiles_per_item(kernels, variant.kernel_name),
+                TILES=per_item,
                 RAGGED=launch.ragged,
                 ALIGNED=launch.aligned,
-                num_warps=1,
+                num_warps=_tuning.warps,
                 enable_fp_fusion=False,
+                **options,
             )
     torch.autograd.graph.increment_version(bucket.params)
 

@@ -6,11 +6,14 @@ libdevice, no inline assembly, so that everything here runs in Triton's interpre
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
@@ -41,6 +44,25 @@ def block_max(x, live, MASKED: tl.constexpr):
 
 
 @triton.jit
+def larger(a, b):
+    """The larger float; NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def block_magnitude(x, live, MASKED: tl.constexpr):
+    """The pattern of the largest |x| of each row of the tile, of a NaN where there is one."""
+    if INTERPRETED:  # which reduces by a function of ours one element at a time
+        out = block_max(tl.abs(x).to(tl.int32, bitcast=True), live, MASKED)
+    else:
+        size = tl.abs(x)
+        if MASKED:
+            size = tl.where(live, size, 0.0)
+        out = tl.reduce(size, 1, larger).to(tl.int32, bitcast=True)
+    return out
+
+
+@triton.jit
 def block_min(x, live, MASKED: tl.constexpr):
     """The smallest int32 of each row of the tile; lanes that are not live do not count."""
     if MASKED:
@@ -66,6 +88,28 @@ def reciprocal(x):
 
 
 @triton.jit
+def inverse(x):
+    """1 / x for a positive finite x, within an ulp: a Newton step after `reciprocal`."""
+    y = tl.rsqrt(x)
+    y = y * y
+    return tl.fma(tl.fma(-x, y, 1.0), y, y)
+
+
+@triton.jit
 def rint(x):
     """The nearest integer, half to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no bits below 1."""
     return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def rotl(x, k):
+    """int32 rotated left by k bits, 0 < k < 32."""
+    word = x.to(tl.uint32, bitcast=True)
+    return ((word << k) | (word >> (32 - k))).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def sign(x):
+    """-1, 0 or 1; a zero keeps its sign, NaN stays NaN."""
+    one = ((x.to(tl.int32, bitcast=True) & INT_MIN) | 0x3F800000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) > 0, one, x)

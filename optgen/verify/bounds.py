@@ -221,7 +221,7 @@ def master_bound(master: Master, param: DType) -> Bound:
         valid = f"2^{lowest} <= |x| < {top}; absolute 2^{max(step, -150)} below, Inf above"
         return Bound(value, "value", valid, make=lambda: _power_of_two(value))
     if isinstance(master, Kahan):
-        value = 2.0 ** -(2 * stored + 2)
+        value = 2.0 ** -(2 * stored + 3)  # half a place of what is under half a place
         return Bound(value, "value", "well above the smallest normal number", make=lambda: _power_of_two(value))
     if isinstance(master, Ecc8):
         # Half an ulp in 254 parts, rounded; just below a power of two the ulp is that of the binade above.
@@ -350,6 +350,10 @@ def prove(compander: Compander) -> Proof:
     if any(e != 0 for e in ends):
         raise UserError("E304", loc=compander.loc, name=compander.name, why="SymPy cannot show that 0 -> 0 and 1 -> 1")
     around = sympy.simplify(sympy.expand_log(sympy.simplify(g.subs(y, f)), force=True) - n)
+    if around != 0:
+        # Written in t > 0 with n = 1 / (1 + t), 1 - n is seen to be positive and roots of its square open.
+        t = sympy.Symbol("t", positive=True)
+        around = sympy.simplify(g.subs(y, sympy.factor(sympy.together(f.subs(n, 1 / (1 + t))))) - 1 / (1 + t))
     if around != 0:
         raise UserError(
             "E304",

@@ -12,7 +12,7 @@ by element, from nothing but the spec, the plan and the values before the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from optgen.lang.spec import Spec
 from optgen.ops.dtypes import FROM_TORCH, DType
 from optgen.runtime import checkpoint, layout
 from optgen.verify import bounds
-from optgen.verify.intervals import F32_UNIT, STRICT, Interval, Model
+from optgen.verify.intervals import F32_UNIT, FAST_UNITS, STRICT, Interval, Model
 
 SMALLEST_NORMAL = {"f32": 2.0**-126, "bf16": 2.0**-126, "f16": 2.0**-14}
 MANTISSA = {"f32": 23, "bf16": 7, "f16": 10}
@@ -53,9 +53,15 @@ class Values:
     def decoded(
         cls, values: Mapping[str, Tensor], host: Mapping[str, float], step: int, model: Model = STRICT
     ) -> Values:
-        """From decoded tensors: "p" and the states by name."""
+        """From decoded tensors: "p" and the states by name.
+
+        In fast maths a kernel decodes with roundings of its own: a code times its scale, one operation's worth.
+        """
         points = {k: Interval.point(v, model) for k, v in values.items()}
-        return cls(points.pop("p"), points, host, step)
+        p = points.pop("p")
+        if model.regroups:
+            points = {k: x.widened(x.magnitude() * model.unit) for k, x in points.items()}
+        return cls(p, points, host, step)
 
 
 def oracle(
@@ -142,6 +148,11 @@ def stored(fmt: Format, x: Interval, root: Interval | None = None) -> Interval:
         return _stored_log(fmt, x)
     # A format from elsewhere: nothing is known about it.
     return Interval(torch.full_like(x.lo, math.nan), torch.full_like(x.lo, math.nan), x.model)
+
+
+def _total(bound: bounds.Bound, model: Model) -> float:
+    """The bound with what arithmetic adds; fast maths spends more roundings on the way to a code and back."""
+    return bound.value + bound.slack * (FAST_UNITS if model.regroups else 1)
 
 
 def _stored_float(dtype: DType, relative: float, random: bool, x: Interval) -> Interval:
@@ -232,7 +243,7 @@ def _stored_blocked(fmt: Blocked, x: Interval, root: Interval | None) -> Interva
     top = blocks.largest(value.magnitude())
     scale = fmt.scale
     decoded = top.clamp(min=scale.low) * (1 + scale.excess) * (1 + F32_UNIT)
-    error = bounds.one_step_bound(fmt).total * decoded
+    error = _total(bounds.one_step_bound(fmt), x.model) * decoded
     if fmt.signed or fmt.zero == "keep":
         error = torch.where(top == 0, 0.0, error)
     # Infinite or beyond what scales can follow: nothing is promised.
@@ -269,17 +280,29 @@ def _stored_log(fmt: LogMinMax, x: Interval) -> Interval:
     down, up = torch.nextafter(lo.float(), torch.tensor(0.0)), torch.nextafter(hi.float(), torch.tensor(math.inf))
     above = unit_of(blocks.largest(up), margin) + 1
     units = (above - unit_of(blocks.smallest(down), -margin)).clamp(1, fmt.UNITS)
-    table = torch.tensor([0.0] + [bounds.one_step_bound(fmt, k).total for k in range(1, fmt.UNITS + 1)]).double()
-    relative = table[units]
-    # Where the codes of the block start at the highest.
-    first = torch.maximum(unit_of(blocks.smallest(up), -margin), above - fmt.UNITS).clamp(min=fmt.lowest >> fmt.unit)
-    start = (first << fmt.unit).to(torch.int32).view(torch.float32).double()
-    highest = torch.tensor(fmt.highest, dtype=torch.int32).view(torch.float32).double()
-    low = torch.minimum(lo, highest) * (1 - relative)
-    high = torch.where(hi < start, start * (1 + 2 * relative), hi * (1 + relative))
+    counts = range(1, fmt.UNITS + 1)
+    relative = _table([_total(bounds.one_step_bound(fmt, k), x.model) for k in counts])[units]
+    # The pattern at which the codes of the block start at the highest.  What lies below the end of the first cell
+    # is raised into it, and may be rounded up to the middle of the second.
+    start = torch.maximum(unit_of(blocks.smallest(up), -margin), above - fmt.UNITS).clamp(min=fmt.lowest >> fmt.unit)
+    start = start << fmt.unit
+    step = (1 << fmt.unit) // _table([bounds.cells_per_unit(k) for k in counts])[units].long()
+    raised = _of_pattern(start + step + (step >> 1) + 256)  # a cell is off by up to half a pattern per code
+    low = torch.minimum(lo, _of_pattern(torch.tensor(fmt.highest))) * (1 - relative)
+    high = torch.where(hi < _of_pattern(start + step), torch.maximum(raised, hi), hi * (1 + relative))
     low, high = torch.where(lost, torch.nan, low.clamp(min=0)), torch.where(lost, torch.nan, high)
     kept = Interval(low, high, x.model)
     return kept * kept if fmt.of == "sqrt" else kept
+
+
+def _table(values: Sequence[float]) -> Tensor:
+    """The values at 1, 2, ..."""
+    return torch.tensor([0.0, *values], dtype=torch.float64)
+
+
+def _of_pattern(pattern: Tensor) -> Tensor:
+    """The positive fp32 with these bits, in fp64."""
+    return pattern.to(torch.int32).view(torch.float32).double()
 
 
 # -- generated code against it
@@ -340,12 +363,13 @@ def compare(after: Mapping[str, Tensor], inside: Values, exact: Mapping[str, Ten
             broken.append(name)
         bound = enclosure.distance(wanted)
         error = (got - wanted).abs()
-        ratio = torch.where(error == 0, 0.0, error / bound).nan_to_num(nan=0.0, posinf=math.inf)
-        ratio = torch.where(outside, torch.maximum(ratio, torch.tensor(1.0).double()).nextafter(ratio + 1), ratio)
+        ratio = torch.where(error == 0, 0.0, error / bound).nan_to_num(nan=0.0)
+        # Outside though no farther from the oracle than the other end, or not a number: past its bound all the same.
+        ratio = torch.where(outside, torch.where(got.isfinite(), ratio.clamp(min=1 + 2.0**-52), torch.inf), ratio)
         k = int(ratio.argmax())
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(k), got.shape))
-        values = (float(v.reshape(-1)[k]) for v in (ratio, error, bound, got, wanted))
-        worst[name] = Worst(name, *values, index=index)
+        at = [float(v.reshape(-1)[k]) for v in (ratio, error, bound, got, wanted)]
+        worst[name] = Worst(name, at[0], at[1], at[2], at[3], at[4], index)
     return Report(worst, tuple(broken), claimed / elements if elements else 1.0)
 
 

@@ -12,6 +12,7 @@ NaN ends mean that nothing is claimed: the operands may overflow to Inf - Inf, d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Union
@@ -35,16 +36,17 @@ EXP2_UNITS, LOG2_UNITS, CBRT_UNITS = 6.0, 8.0, 4.0
 
 @dataclass(frozen=True)
 class Model:
-    """How the machine rounds: relative `unit`, absolute `tiny`; `reciprocal`: quotients are products with 1 / y."""
+    """How the machine rounds: relative `unit`, absolute `tiny`; `regroups`: quotients are products with 1 / y, and
+    the factors of products and roots come in any order."""
 
     unit: float = F32_UNIT
     tiny: float = F32_TINY
-    reciprocal: bool = False
+    regroups: bool = False
 
 
 STRICT = Model()
 FAST_UNITS = 8
-FAST = Model(FAST_UNITS * F32_UNIT, F32_NORMAL, reciprocal=True)
+FAST = Model(FAST_UNITS * F32_UNIT, F32_NORMAL, regroups=True)
 """Fast maths: one operation of the author may become up to `FAST_UNITS` half-ulp roundings of the result.
 
 The ROUNDS rules change products, quotients, roots and the order of their factors only, so errors stay
@@ -53,7 +55,8 @@ a / (h * x + e) costs the author 3 roundings; it becomes (a / h) * rcp(x + e / h
 rounded on the host (2), the sum (1), the reciprocal as the square of a reciprocal root (2.2 units each by the
 GPU's approximation, doubled by squaring, 1 more for the square), and 2 products: 5.4 + 2 + 1 + 2 < 3 * 8.  A
 root of a product costs the author 1.5 and becomes rsqrt, two products and a host factor: 2.2 + 3 < 1.5 * 8.
-A lone quotient costs 1 and becomes 5.4 + 1 < 8.  Subnormal results may be flushed to 0: tiny is 2^-126.
+A lone quotient costs 1 and becomes 5.4 + 1 < 8.  Subnormal results may be flushed to 0: tiny is 2^-126, times what
+the factors that are still to come may make of it.  Where some order of the factors overflows, nothing is claimed.
 """
 
 Ends = Union["Interval", float, int]
@@ -95,12 +98,17 @@ def _truth(c: Truth | bool, like: Truth) -> Truth:
 
 
 class Interval:
-    """[lo, hi], fp64 tensors of one shape; NaN where nothing is known."""
+    """[lo, hi], fp64 tensors of one shape; NaN where nothing is known.
 
-    __slots__ = ("hi", "lo", "model")
+    factors  of a product, where they may be regrouped: the products of all those above 1 and of all those below
+    """
 
-    def __init__(self, lo: Tensor, hi: Tensor, model: Model = STRICT) -> None:
-        self.lo, self.hi, self.model = lo, hi, model
+    __slots__ = ("factors", "hi", "lo", "model")
+
+    def __init__(
+        self, lo: Tensor, hi: Tensor, model: Model = STRICT, factors: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        self.lo, self.hi, self.model, self.factors = lo, hi, model, factors
 
     @classmethod
     def point(cls, x: Tensor, model: Model = STRICT) -> Interval:
@@ -168,26 +176,32 @@ class Interval:
 
     def __mul__(self, o: Ends) -> Interval:
         y = _lift(o, self)
-        if y is self:
-            return _rounded(*_square(self), self.model)
-        return _rounded(*_product(self, y), self.model)
+        ends = _square(self) if y is self else _product(self, y)
+        if not self.model.regroups:
+            return _rounded(*ends, self.model)
+        (above, below), (more, less) = _factors(self), _factors(y)
+        return _regrouped(*ends, self.model, (above * more, below * less))
 
     def __truediv__(self, o: Ends) -> Interval:
         y = _lift(o, self)
-        if self.model.reciprocal:
+        if self.model.regroups:
             return self * y.rcp()
         zero = (y.lo <= 0) & (y.hi >= 0)
         ends = [a / b for a in (self.lo, self.hi) for b in (y.lo, y.hi)]
         return _rounded(*_unknown(zero, *_hull(ends)), self.model)
 
     def rcp(self) -> Interval:
-        """1 / x; in fast maths nothing is claimed where it may overflow."""
-        smallest = F32_NORMAL if self.model.reciprocal else 0.0
+        """1 / x; where products are regrouped, nothing is claimed if it may overflow."""
+        smallest = F32_NORMAL if self.model.regroups else 0.0
         near_zero = (self.lo <= smallest) & (self.hi >= -smallest)
-        return _rounded(*_unknown(near_zero, *_hull([1 / self.lo, 1 / self.hi])), self.model)
+        ends = _unknown(near_zero, *_hull([1 / self.lo, 1 / self.hi]))
+        if not self.model.regroups:
+            return _rounded(*ends, self.model)
+        above, below = _factors(self)
+        return _regrouped(*ends, self.model, (1 / below, 1 / above))
 
     def __neg__(self) -> Interval:
-        return Interval(-self.hi, -self.lo, self.model)
+        return Interval(-self.hi, -self.lo, self.model, self.factors)
 
     def __pos__(self) -> Interval:
         return self
@@ -250,10 +264,23 @@ def _lift(x: Ends, like: Interval) -> Interval:
     return _rounded(value, value, Model(F32_UNIT, F32_TINY))._under(like.model)
 
 
-def _rounded(lo: Tensor, hi: Tensor, model: Model) -> Interval:
+def _factors(x: Interval) -> tuple[Tensor, Tensor]:
+    """(product of the factors above 1, of those below 1): what partial products lie between."""
+    return x.factors or (x.magnitude().clamp(min=1), abs(x).lo.clamp(max=1))
+
+
+def _regrouped(lo: Tensor, hi: Tensor, model: Model, factors: tuple[Tensor, Tensor]) -> Interval:
+    """A product, quotient or root of which the factors may come in any order, rounded."""
+    above, _ = factors
+    out = _rounded(*_unknown(above > F32_LARGEST, lo, hi), model, model.tiny * above)
+    return Interval(out.lo, out.hi, model, factors)
+
+
+def _rounded(lo: Tensor, hi: Tensor, model: Model, tiny: Tensor | float | None = None) -> Interval:
     """The interval after one rounding, which crosses neither 0 nor, without becoming Inf, the largest fp32."""
-    low = lo - (lo.abs() * model.unit + model.tiny)
-    high = hi + (hi.abs() * model.unit + model.tiny)
+    absolute = model.tiny if tiny is None else tiny
+    low = lo - (lo.abs() * model.unit + absolute)
+    high = hi + (hi.abs() * model.unit + absolute)
     low = torch.where(lo >= 0, low.clamp(min=0), torch.where(low < -F32_LARGEST, -torch.inf, low))
     high = torch.where(hi <= 0, high.clamp(max=0), torch.where(high > F32_LARGEST, torch.inf, high))
     # lo = inf: the fp32 value is Inf, the exact one may be any larger than the largest fp32.
@@ -293,7 +320,11 @@ class _Reader:
     """The functions of optgen.lang on intervals."""
 
     def sqrt(self, x: Interval) -> Interval:
-        return _rounded(*_unknown(x.lo < 0, x.lo.sqrt(), x.hi.sqrt()), x.model)
+        ends = _unknown(x.lo < 0, x.lo.sqrt(), x.hi.sqrt())
+        if not x.model.regroups:
+            return _rounded(*ends, x.model)
+        above, below = _factors(x)
+        return _regrouped(*ends, x.model, (above.sqrt(), below.sqrt()))
 
     def rsqrt(self, x: Interval) -> Interval:
         return 1 / self.sqrt(x)
@@ -352,7 +383,8 @@ class _Reader:
 
     def cbrt(self, x: Interval) -> Interval:
         units = Model(x.model.unit * CBRT_UNITS, x.model.tiny)
-        out = _rounded(*_unknown(x.lo < 0, x.lo.abs() ** (1 / 3), x.hi.abs() ** (1 / 3)), units)
+        # The steps make NaN of Inf.
+        out = _rounded(*_unknown((x.lo < 0) | x.hi.isinf(), x.lo.abs() ** (1 / 3), x.hi.abs() ** (1 / 3)), units)
         # Below the normal numbers the first guess is far above the root: three steps bring it down, not there.
         high = torch.where((x.lo < F32_NORMAL) & (x.hi > 0), torch.clamp(out.hi, min=2.0**-42), out.hi)
         return Interval(out.lo, high, x.model)
@@ -360,19 +392,30 @@ class _Reader:
     def pow(self, x: Interval, e: float) -> Interval:
         return x**e
 
-    # Sums in any order: n - 1 roundings of partial sums of magnitudes.
+    # Sums in any order: n - 1 roundings of partial sums of magnitudes.  Dimensions stay, as on tensors.
     def row_sum(self, x: Interval) -> Interval:
-        return self._sum(x, (-1,))
+        return _sum(x, (-1,))
 
     def col_sum(self, x: Interval) -> Interval:
-        return self._sum(x, (-2,))
+        return _sum(x, (-2,))
 
     def mat_sum(self, x: Interval) -> Interval:
-        return self._sum(x, (-2, -1))
+        return _sum(x, (-2, -1))
 
     def tensor_sum(self, x: Interval) -> Interval:
-        total = self._sum(x, tuple(range(x.lo.ndim)))
-        return Interval(total.lo.reshape(()), total.hi.reshape(()), x.model)
+        return _flat(_sum(x, tuple(range(x.lo.ndim))))
+
+    def row_mean(self, x: Interval) -> Interval:
+        return _sum(x, (-1,)) / x.shape[-1]
+
+    def col_mean(self, x: Interval) -> Interval:
+        return _sum(x, (-2,)) / x.shape[-2]
+
+    def mat_mean(self, x: Interval) -> Interval:
+        return _sum(x, (-2, -1)) / (x.shape[-2] * x.shape[-1])
+
+    def tensor_mean(self, x: Interval) -> Interval:
+        return self.tensor_sum(x) / x.lo.numel()
 
     def row_max(self, x: Interval) -> Interval:
         return self._monotone(x, lambda t: t.amax(-1, keepdim=True))
@@ -387,14 +430,17 @@ class _Reader:
     def _monotone(x: Interval, f: Callable[[Tensor], Tensor]) -> Interval:
         return Interval(f(x.lo), f(x.hi), x.model)
 
-    @staticmethod
-    def _sum(x: Interval, dims: tuple[int, ...]) -> Interval:
-        terms = 1
-        for d in dims:
-            terms *= x.lo.shape[d]
-        error = x.magnitude().sum(dims, keepdim=True) * (terms * x.model.unit) + terms * x.model.tiny
-        error = torch.where(x.magnitude().amax(dims, keepdim=True) == 0, 0.0, error) if terms else error
-        return Interval(x.lo.sum(dims, keepdim=True) - error, x.hi.sum(dims, keepdim=True) + error, x.model)
+
+def _sum(x: Interval, dims: tuple[int, ...]) -> Interval:
+    terms = math.prod(x.shape[d] for d in dims)
+    size = x.magnitude()
+    error = size.sum(dims, keepdim=True) * (terms * x.model.unit) + terms * x.model.tiny
+    return Interval(x.lo.sum(dims, keepdim=True) - error, x.hi.sum(dims, keepdim=True) + error, x.model)
+
+
+def _flat(x: Interval) -> Interval:
+    """One value without dimensions."""
+    return Interval(x.lo.reshape(()), x.hi.reshape(()), x.model)
 
 
 Interval.reader = Truth.reader = _Reader()

@@ -1,0 +1,78 @@
+"""`optgen list` and `optgen check`: what there is, whether it is sound, and which plan may store which rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from optgen.base import ready
+from optgen.base.errors import UserError
+from optgen.driver import judge, load
+from optgen.driver.load import Entry
+from optgen.formats.plan import Plan
+from optgen.lang.spec import Spec
+from optgen.ops import dtypes
+
+Track = Callable[[Iterable[Entry], int], Iterator[Entry]]
+
+
+def of_entry(entry: Entry) -> dict[str, Any]:
+    """A row of the list; a spec that cannot be loaded is listed with the reason."""
+    row: dict[str, Any] = {"name": entry.name, "file": str(entry.file), "own": entry.own}
+    try:
+        spec = load.find_spec(f"{entry.file}:{entry.name}")
+    except UserError as error:
+        return row | {"class": "", "like": "", "states": f"error {error.code}", "cite": ""}
+    states = ", ".join([s.name for s in spec.states] + [s.name for s in spec.host_states])
+    return row | {"class": spec.class_name, "like": spec.like or "", "states": states, "cite": spec.cite}
+
+
+def of_plan(plan: Plan) -> dict[str, Any]:
+    """A row of the list; bytes are AdamW's, whose two moments every plan is named after."""
+    adamw = load.find_spec(ready.specs_dir() / "adamw.py")
+    states = adamw.present({f.name: f.default for f in adamw.flags})
+    size = plan.storage(states, dtypes.bf16, False).bytes_per_param
+    row = {"name": plan.name, "doc": plan.doc.splitlines()[0] if plan.doc else "", "bytes": f"{size:g}"}
+    return row | {"forced": "forced" if plan.forced else "", "file": plan.loc.file}
+
+
+def plan_order(name: str) -> tuple[int, str]:
+    known = list(load.plans())
+    return (known.index(name) if name in known else len(known)), name
+
+
+def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[list[dict[str, Any]], list[str]]:
+    """(a row per sound spec: its verdict under every plan, the errors of the others)."""
+    chosen = [load.find_plan(p) for p in plans] if plans else list(load.plans().values())
+    rows, errors = [], []
+    entries = [_entry(n) for n in names] if names else [e for e in load.entries().values() if e.own]
+    for entry in track(entries, len(entries)):
+        try:
+            spec = load.find_spec(f"{entry.file}:{entry.name}" if entry.name else entry.file)
+            spec.check()
+        except UserError as error:
+            errors.append(str(error))
+            continue
+        verdicts = {p.name: _verdict(spec, p) for p in chosen}
+        rows.append({"name": spec.name, "file": spec.loc.file, "plans": verdicts})
+    return rows, errors
+
+
+def _entry(name: str) -> Entry:
+    """What a name or a file on the command line stands for."""
+    known = load.entries()
+    if name in known:
+        return known[name]
+    spec = load.find_spec(name)
+    return Entry(spec.name, Path(spec.loc.file), True)
+
+
+def _verdict(spec: Spec, plan: Plan) -> dict[str, Any]:
+    try:
+        verdict = judge.look(spec, plan)
+    except UserError as error:
+        return {"verdict": "does not fit", "findings": [error.message]}
+    errors = [f for f in verdict.findings if f.severity == "error"]
+    word = "ok" if not errors else "forced" if verdict.forced else "refused"
+    return {"verdict": word, "findings": [str(f) for f in verdict.findings if f.severity != "note"]}

@@ -1,0 +1,173 @@
+"""convert: numbers pass between i32 and f32 through the mantissa, and what intervals prove needless goes.  Fast maths.
+
+A float in [2^23, 2^24) has its integer in the low bits of its pattern: conversions become an addition that fuses
+with its neighbours, where the machine's own take a slow unit.  All rules are EXACT but the last; they run in fast
+maths only because the text of strict maths should say what is meant.
+
+rewrite (EXACT):
+    cast<f32>(i), 0 <= i < 2^23    ->  bitcast<f32>(i | 0x4B000000) - 8388608.0
+    cast<i32>(rint(x))             ->  bitcast<i32>(x + 12582912.0) - 0x4B400000      |x| < 2^22, as rint asks
+    cast<i32>(floor(x)), x >= 0    ->  cast<i32>(x)
+    cast<u8>(i + c)                ->  cast<u8>(i), c = 0 mod 256; an even c goes into the constant above
+    cast<i32>(cast<u8>(i))         ->  i, 0 <= i < 256
+    where(i < j, x, y)             ->  x or y where the intervals of i and j are disjoint; max and min likewise
+rewrite (ROUNDS):
+    reciprocal   x / y -> x * rcp(y) per block, y >= 0
+    nan          where(x == x, bits(x) + i, NaN) -> min(bits(x), 0x7FC00000) + i, x of arithmetic, 0 <= i < 2^17:
+                 what NVIDIA's arithmetic makes of any NaN is 0x7FFFFFFF, whose pattern i would carry over into
+                 that of a number.  AMD's keeps sign and payload: negative NaNs up to 0xFFFDFFFF stay NaN without
+                 help, and those above exist only in memory filled with ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from optgen.ir import node as ir
+from optgen.ir.node import Node, Rewriter, is_const
+from optgen.ir.program import Program
+from optgen.ir.ranges import Intervals
+from optgen.ops import dtypes, spaces
+from optgen.passes.fold import exact
+
+PATTERN = 0x4B000000  # of 2^23: the next 2^23 patterns are the integers above it
+ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds to integers of either sign
+ROUND_PATTERN = 0x4B400000
+NAN = 0x7FC00000
+ARITHMETIC = ("add", "sub", "mul", "div", "fma", "sqrt")
+
+
+def _int(value: int) -> Node:
+    return ir.const((value + (1 << 31)) % (1 << 32) - (1 << 31), dtypes.i32)
+
+
+def _plus(x: Node, c: int) -> Node:
+    """x + c, with the constants of x gathered in."""
+    if x.op == "add" and x.args[1].op == "const":
+        x, c = x.args[0], c + x.args[1].attr
+    return x if c == 0 else ir.op("add", x, _int(c))
+
+
+def _is_counter(x: Node) -> bool:
+    """bitcast<f32>(i | 0x4B000000): 2^23 + i."""
+    return x.op == "bitcast" and x.dtype is dtypes.f32 and x.args[0].op == "or" and is_const(x.args[0].args[1], PATTERN)
+
+
+def _rounding(x: Node) -> Node | None:
+    """y of bitcast<i32>(y + ROUND)."""
+    if x.op == "bitcast" and x.args[0].op == "add" and is_const(x.args[0].args[1], ROUND):
+        return x.args[0].args[0]
+    return None
+
+
+class Converter:
+    """One step at a node whose operands are done."""
+
+    def __init__(self, intervals: Intervals) -> None:
+        self.intervals = intervals
+        self.fired: set[str] = set()
+
+    def __call__(self, node: Node) -> Node:
+        if node.op == "cast":
+            return self.cast(node)
+        if node.dtype is dtypes.i32 and node.op in ("add", "sub", "max", "min", "lt", "le", "eq"):
+            return self.integer(node)
+        if node.op in ("lt", "le", "eq") and node.args[0].dtype is dtypes.i32:
+            return self.decided(node)
+        if node.op == "where":
+            return self.guard(exact(node))
+        if node.op == "sub" and node.dtype is dtypes.f32:
+            x, c = node.args
+            if c.op == "const" and x.op == "sub" and _is_counter(x.args[0]) and _small(c.attr + x.args[1].attr):
+                return ir.op("sub", x.args[0], ir.const(c.attr + x.args[1].attr))
+        if node.op == "div" and node.space.name == "block" and self.intervals(node.args[1])[0] >= 0:
+            self.fired.add("reciprocal")
+            return exact(ir.op("mul", node.args[0], ir.op("rcp", node.args[1])))
+        return node
+
+    def cast(self, node: Node) -> Node:
+        (x,) = node.args
+        low, high = self.intervals(x)
+        if node.dtype is dtypes.f32 and x.dtype is dtypes.i32 and node.space == spaces.elem and 0 <= low and high < 1 << 23:
+            counter = ir.op("bitcast", ir.op("or", x, _int(PATTERN)), attr=dtypes.f32)
+            return ir.op("sub", counter, ir.const(float(1 << 23)))
+        if node.dtype is dtypes.i32 and x.op == "rint":
+            rounded = ir.op("add", x.args[0], ir.const(ROUND))
+            return _plus(ir.op("bitcast", rounded, attr=dtypes.i32), -ROUND_PATTERN)
+        if node.dtype is dtypes.i32 and x.op == "floor" and self.intervals(x.args[0])[0] >= 0:
+            return ir.op("cast", x.args[0], attr=dtypes.i32)
+        if node.dtype is dtypes.i32 and x.op == "cast" and x.args[0].dtype is dtypes.i32:
+            inner = self.intervals(x.args[0])
+            # What the narrow type holds is what went in: its interval was not cut.
+            if inner == (low, high) and x.dtype is not dtypes.i32:
+                return x.args[0]
+        if node.dtype.is_int and node.dtype.bits < 32 and x.dtype is dtypes.i32:
+            return self.narrow(node, x)
+        return node
+
+    def narrow(self, node: Node, x: Node) -> Node:
+        """A cast to a type that drops high bits of x."""
+        modulus = 1 << node.dtype.bits
+        if x.op == "and" and x.args[1].op == "const" and (x.args[1].attr + 1) % modulus == 0:
+            return ir.op("cast", x.args[0], attr=node.dtype)
+        if x.op == "add" and x.args[1].op == "const":
+            inner, c = x.args[0], x.args[1].attr % modulus
+            y = _rounding(inner)
+            if c == 0:
+                return ir.op("cast", inner, attr=node.dtype)
+            if y is not None and c % 2 == 0 and c < 256:
+                shifted = ir.op("add", y, ir.const(ROUND + c))
+                return ir.op("cast", ir.op("bitcast", shifted, attr=dtypes.i32), attr=node.dtype)
+        return node
+
+    def guard(self, node: Node) -> Node:
+        """where(x == x, bits(x) + i, NaN) as one minimum of integers."""
+        if node.op != "where" or node.dtype is not dtypes.i32 or node.args[2].op != "const":
+            return node
+        same, y, other = node.args
+        if same.op != "eq" or same.args[0] is not same.args[1] or same.args[0].op not in ARITHMETIC:
+            return node
+        x = same.args[0]
+        for pattern, carry in (y.args, y.args[::-1]) if y.op == "add" else ((y, _int(0)),):
+            low, high = self.intervals(carry)
+            if pattern.op == "bitcast" and pattern.args[0] is x and 0 <= low and high < 1 << 17 and other.attr >= NAN:
+                self.fired.add("nan")
+                kept = ir.op("min", pattern, _int(NAN))
+                return ir.op("add", kept, carry) if high else kept
+        return node
+
+    def integer(self, node: Node) -> Node:
+        x, y = node.args
+        if node.op == "add" and x.op == "const":
+            x, y = y, x
+        if node.op in ("add", "sub") and y.op == "const":
+            return _plus(x, y.attr if node.op == "add" else -y.attr)
+        a, b = self.intervals(x), self.intervals(y)
+        if node.op == "max" and (a[0] >= b[1] or b[0] >= a[1]):
+            return x if a[0] >= b[1] else y
+        if node.op == "min" and (a[1] <= b[0] or b[1] <= a[0]):
+            return x if a[1] <= b[0] else y
+        return node
+
+    def decided(self, node: Node) -> Node:
+        a, b = (self.intervals(x) for x in node.args)
+        if a[1] < b[0]:
+            return ir.const(node.op != "eq", dtypes.boolean)
+        if b[1] < a[0]:
+            return ir.const(False, dtypes.boolean)
+        return node
+
+
+def _small(value: float) -> bool:
+    """Whether 2^23 + i - value is exact for every byte i."""
+    return value == int(value) and abs(value) < 1 << 24
+
+
+def convert(program: Program) -> Program:
+    """See the module's docstring."""
+    if program.maths == "strict":
+        return program
+    rule = Converter(Intervals(dict(program.ranges)))
+    program = program.map(Rewriter(rule))
+    return replace(program, rules=tuple(sorted({*program.rules, *rule.fired})))
+

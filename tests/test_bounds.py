@@ -1,0 +1,229 @@
+"""Derived bounds against exact suprema, proofs of companders, and what a bound becomes over many steps."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from optgen.base.errors import UserError
+from optgen.formats import (
+    Blocked,
+    Copy,
+    Ecc8,
+    Format,
+    Kahan,
+    LogMinMax,
+    Native,
+    Noise,
+    Split,
+    bf16_up,
+    compander,
+    e8m0,
+    floats,
+    fp16,
+    fp32,
+    linear,
+    log,
+    power,
+    root,
+    softsign,
+    ue7m9,
+    ue8m8,
+)
+from optgen.ops import dtypes
+from optgen.verify.bounds import (
+    Bound,
+    largest_error,
+    master_bound,
+    one_step_bound,
+    prove,
+    steady_state,
+    storage_bytes,
+)
+from optgen.verify.certificate import certify
+from specs import plans
+from specs.adamw import adamw
+
+own = compander("own", lambda n: n * (2 - n), lambda y: y / (1 + (1 - y) ** 0.5))
+COMPANDERS = (linear, softsign(1), softsign(0.75), softsign(1.5), root, power(1 / 3), power(2 / 3), log(5), log(8), own)
+
+FORMATS: list[Format] = []
+for rounding in ("nearest", "stochastic"):
+    FORMATS += [Blocked(8, 16, c, ue8m8, rounding=rounding) for c in COMPANDERS]
+    FORMATS += [Blocked(8, 16, c, ue8m8, signed=False, rounding=rounding) for c in (linear, softsign(1), root)]
+    FORMATS += [Blocked(8, 16, softsign(1), s, rounding=rounding) for s in (bf16_up, e8m0, fp32)]
+    FORMATS += [Blocked(8, 16, linear, s, signed=False, of="sqrt", rounding=rounding) for s in (ue7m9, fp32)]
+    FORMATS += [LogMinMax(8, 16, of=of, rounding=rounding) for of in ("sqrt", "value")]
+    FORMATS += [floats.bf16.rounded(rounding), floats.f16.rounded(rounding)]
+FORMATS += [Blocked(8, 16, softsign(1), fp16, rounding="nearest")]
+FORMATS += [Blocked(8, 16, linear, fp16, signed=False, of="sqrt", zero="keep", rounding="nearest")]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: str(f).replace(" ", "-"))
+def test_the_bound_is_the_exact_supremum_within_a_thousandth(fmt: Format) -> None:
+    certificate = certify(fmt)
+    assert certificate.ratio == pytest.approx(1, abs=1e-3)
+    assert certificate.supremum <= certificate.bound.total
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: str(f).replace(" ", "-"))
+def test_the_closed_form_is_the_number(fmt: Format) -> None:
+    bound = one_step_bound(fmt)
+    formula = bound.formula()
+    assert formula is not None
+    assert float(formula) == pytest.approx(bound.value, rel=1e-12)
+    assert bound.latex()
+
+
+@pytest.mark.parametrize("of", ["sqrt", "value"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("units", [2, 3, 8, 9, 20, 52, 64])
+def test_minmax_bounds_hold_for_every_span(of: str, rounding: str, units: int) -> None:
+    certificate = certify(LogMinMax(8, 16, of=of, rounding=rounding), units)  # type: ignore[arg-type]
+    assert certificate.supremum <= certificate.bound.total
+    # A cell is a whole number of patterns: off by half a pattern for each of up to 256 codes.
+    assert certificate.ratio == pytest.approx(1, abs=1e-3 + certificate.bound.slack / certificate.bound.value)
+
+
+def test_well_known_closed_forms() -> None:
+    """Values of the literature, in lowest terms."""
+
+    def formula(c: object, **kw: object) -> str:
+        return str(one_step_bound(Blocked(8, 64, c, **{"rounding": "nearest", **kw})).formula())  # type: ignore[arg-type]
+
+    assert formula(linear) == "1/254"
+    assert formula(softsign(1)) == "2/255"
+    assert formula(linear, signed=False) == "1/510"
+    assert formula(softsign(1), rounding="stochastic") == "1/64"
+    assert str(one_step_bound(LogMinMax(8, 64, rounding="nearest"), 8).formula()) == "1/128"
+
+
+def test_bounds_include_clamp_cells() -> None:
+    """A curve whose code 0 reads high up has its worst cell at the bottom; only looking at the top would miss it."""
+    steep = compander("steep", lambda n: n**0.1, lambda y: y**10)
+    flat = compander("flat", lambda n: n**2, lambda y: y**0.5)
+    assert largest_error(steep, 255, random=False) == pytest.approx(1 - (1 - 1 / 510) ** 10)
+    assert largest_error(flat, 255, random=False) == pytest.approx((0.5 / 255) ** 0.5)
+    fmt = Blocked(8, 16, flat, ue8m8, signed=False, rounding="nearest", zero="keep")
+    assert one_step_bound(fmt).formula() is None
+    # Code 0 takes everything below the root of half a code.
+    assert certify(fmt).ratio == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("param", [dtypes.bf16, dtypes.f16], ids=str)
+@pytest.mark.parametrize(
+    "master", [Native(), Native("stochastic"), Copy(), Kahan(), Split(8), Split(16), Ecc8()], ids=str
+)
+def test_bounds_of_weights_are_attained(master: object, param: dtypes.DType) -> None:
+    bound = master_bound(master, param)  # type: ignore[arg-type]
+    # One binade, every pattern; a second one from below, where places are twice as fine.
+    x = torch.arange(0x3F800000, 0x40000000, 1, dtype=torch.int32).view(torch.float32)
+    count = master.noise_bits(param)  # type: ignore[attr-defined]
+    worst = 0.0
+    for word in (0, (1 << count) - 1) if count else (None,):
+        noise = None if word is None else Noise(torch.full((), word, dtype=torch.int32), 0, count)
+        kept = master.decode(master.encode(x, param, noise=noise), param)  # type: ignore[attr-defined]
+        worst = max(worst, float(((kept.double() - x.double()) / x.double()).abs().max()))
+    assert worst <= bound.total
+    if bound.value:
+        assert worst >= 0.95 * bound.value
+    else:
+        assert worst == 0
+    formula = bound.formula()
+    assert formula is None or float(formula) == pytest.approx(bound.value)
+
+
+def test_bytes_are_derived_field_by_field() -> None:
+    states = adamw.present({f.name: False for f in adamw.flags})
+    parts = storage_bytes(plans.int8_split24.storage(states, dtypes.bf16, False))
+    assert sum(parts.values()) == 5.0625
+    assert parts["p"] == 2
+
+
+# -- proofs
+
+
+@pytest.mark.parametrize("c", COMPANDERS, ids=str)
+def test_companders_are_proven(c: object) -> None:
+    assert prove(c).convex  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("curve", "inverse", "why"),
+    [
+        (lambda n: n * n, lambda y: y / 2, "inverse(curve("),
+        (lambda n: n / 2, lambda y: 2 * y, "curve(1) = 0.5"),
+        (lambda n: 4 * n * (1 - n), lambda y: y, "inverse(curve("),
+        (lambda n: 1 - n, lambda y: 1 - y, "curve(0) = 1"),
+        (lambda n: n + 0.1 * n * (1 - n) * (n - 0.5), lambda y: y, "inverse(curve("),
+        (lambda n: 1 / n, lambda y: 1 / y, "fails"),
+    ],
+)
+def test_wrong_companders_are_refused_with_the_place(curve: object, inverse: object, why: str) -> None:
+    wrong = compander("wrong", curve, inverse)  # type: ignore[arg-type]
+    with pytest.raises(UserError) as caught:
+        prove(wrong)
+    assert caught.value.code == "E304"
+    assert why in caught.value.message
+    assert caught.value.locs[0].file == __file__
+
+
+def test_a_falling_stretch_is_found() -> None:
+    with pytest.raises(UserError, match="does not increase"):
+        prove(compander("bent", lambda n: n if n < 0.5 else 0.75 - n / 2, lambda y: y))
+
+
+def test_bounds_are_quick_once_made() -> None:
+    for fmt in FORMATS:
+        one_step_bound(fmt)
+    start = time.perf_counter()
+    for fmt in FORMATS:
+        assert isinstance(one_step_bound(fmt), Bound)
+    assert time.perf_counter() - start < 0.1
+
+
+# -- over many steps
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.95])
+def test_the_steady_bound_of_a_signed_average_is_nearly_attained(decay: float) -> None:
+    """Nearest rounding under a scale that another element holds: the average of a pulse gets stuck where it may."""
+    fmt = Blocked(8, 16, linear, fp32, rounding="nearest")
+    bound = steady_state(fmt, decay)
+    pulse = torch.linspace(0.05, 0.95, 200)
+    value = torch.zeros(200, 1, 16)
+    value[..., 0] = 1.0
+    true, worst = torch.zeros(200, dtype=torch.float64), 0.0
+    for t in range(600):
+        x = pulse if t < 300 else 0 * pulse
+        true = decay * true + (1 - decay) * x
+        value[..., 1] = decay * value[..., 1] + (1 - decay) * x[:, None]
+        value[..., 0] = 1.0
+        value = fmt.decode(fmt.encode(value))
+        worst = max(worst, float((value[:, 0, 1] - true).abs().max()))
+    assert 0.9 * bound.high <= worst <= bound.high
+
+
+def test_second_moments_stay_within_their_steady_factor() -> None:
+    fmt = LogMinMax(8, 16, rounding="nearest")
+    units, decay = 6, 0.95
+    bound = steady_state(fmt, decay, units=units)
+    assert 0 < bound.low < 1 < bound.high
+    v = torch.logspace(0, -1.5, 16)[None, None]
+    g2 = v.clone()
+    kept = v.clone()
+    for _ in range(400):
+        v = decay * v + (1 - decay) * g2
+        kept = fmt.decode(fmt.encode(decay * kept + (1 - decay) * g2))
+        factor = kept / v
+        assert bound.low <= float(factor.min())
+        assert float(factor.max()) <= bound.high
+
+
+def test_slow_averages_have_no_steady_bound_to_nearest() -> None:
+    assert steady_state(LogMinMax(8, 64, rounding="nearest"), 0.999).high == float("inf")
+    assert steady_state(floats.bf16, 0.999).high == float("inf")
+    assert steady_state(floats.bf16, 0.95).high < 1.1
+    assert steady_state(LogMinMax(8, 64, rounding="stochastic"), 0.999, units=8).rms == pytest.approx(0.125, rel=0.03)

@@ -1,0 +1,380 @@
+"""`optgen build`: the same bytes every time, all of it or nothing, and never over somebody's edits."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optgen.base.errors import UserError
+from optgen.driver import build as building
+from optgen.driver import load
+from optgen.driver.build import MANIFEST, Outcome, Request, build, digest, init_text, read_manifest
+from optgen.driver.new import TEMPLATE
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def rule(name: str, lr: str = "1e-3", cls: str = "") -> str:
+    """A small spec with one state."""
+    named = f', name="{cls}"' if cls else ""
+    return f'''"""A rule of the tests."""
+
+from optgen.lang import hyper, optimizer, state
+
+
+@optimizer(cite="a test"{named})
+def {name}(p, g, m=state(), *, lr=hyper({lr}, ge=0), beta=hyper(0.9, ge=0, lt=1)):
+    m = beta * m + (1 - beta) * g
+    p = p - lr * m
+    return p, m
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project, with specs/ of two rules."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "specs").mkdir()
+    for name in ("first", "second"):
+        (tmp_path / "specs" / f"{name}.py").write_text(rule(name))
+    return tmp_path
+
+
+def run(**options: object) -> Outcome:
+    return build(Request(**options))  # type: ignore[arg-type]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# -- what is built
+
+
+def test_a_project_without_a_table_builds_its_specs_under_two_plans(project: Path) -> None:
+    run()
+    files = content(project / "generated")
+    plans = {tuple(name.split("/")[:2]) for name in files if name.count("/") == 2}
+    assert plans == {(s, p) for s in ("first", "second") for p in ("fp32", "int8_split24")}
+    assert set(files) >= {"__init__.py", MANIFEST, "first/__init__.py", "first/fp32/triton_kernels.py"}
+
+
+def test_the_table_decides(project: Path) -> None:
+    (project / "pyproject.toml").write_text(
+        '[tool.optgen]\nout = "made"\nbackends = ["reference"]\n'
+        'build = [{ specs = ["f*"], plans = ["fp32"] }, { specs = ["lion"], plans = ["bf16*"] }]\n'
+    )
+    outcome = run()
+    files = content(project / "made")
+    assert {name.split("/")[0] for name in files if "/" in name} == {"first", "lion"}
+    assert {name.split("/")[1] for name in files if name.startswith("lion/") and name.count("/") == 2} >= {"bf16_sr"}
+    assert not any("triton" in name for name in files)
+    assert outcome.skipped == []
+    assert str(project) not in "".join(text.decode() for text in files.values())
+
+
+def test_a_pattern_leaves_out_what_does_not_fit_and_a_name_is_refused(project: Path) -> None:
+    (project / "specs" / "plans.py").write_text(
+        "from optgen.formats import Blocked, Plan\n"
+        'stuck = Plan("Nearest.", signed=Blocked(8, 64, rounding="nearest"))\n'
+    )
+    outcome = run(names=("first",), plans=("fp32", "stuck*"))
+    assert len(outcome.skipped) == 1
+    assert "stuck" in outcome.skipped[0]
+    before = content(project / "generated")
+    with pytest.raises(UserError) as caught:
+        run(names=("first",), plans=("stuck",))
+    assert caught.value.code == "E307"
+    assert content(project / "generated") == before
+    assert run(names=("first",), plans=("stuck",), force=True).warnings
+
+
+def test_named_specs_keep_the_plans_they_have(project: Path) -> None:
+    run(names=("first",), plans=("fp32",))
+    run(names=("first",), plans=("bf16_sr",))
+    assert 'PLANS = ("fp32", "bf16_sr"' in (project / "generated/first/__init__.py").read_text()
+    (project / "specs/first.py").write_text(rule("first", "2e-3"))
+    run(names=("first",))
+    assert run(names=("first",), check=True).clean
+    # Everything: what was built by name stays, the project's own come to it.
+    run()
+    assert set(read_manifest(project / "generated").specs["first"].plans) == {"fp32", "bf16_sr", "int8_split24"}
+
+
+def test_files_no_longer_built_are_removed(project: Path) -> None:
+    run()
+    (project / "specs/second.py").unlink()
+    outcome = run()
+    assert any(name.startswith("second/") for name in outcome.removed)
+    assert not (project / "generated/second").exists()
+    assert "second" not in (project / "generated" / MANIFEST).read_text()
+
+
+def test_nothing_to_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        run()
+    assert caught.value.code == "E414"
+    assert not (tmp_path / "generated").exists()
+
+
+# -- all or nothing
+
+
+def test_a_second_build_changes_nothing(project: Path) -> None:
+    run()
+    stamps = {p: p.stat().st_mtime_ns for p in (project / "generated").rglob("*")}
+    outcome = run()
+    assert outcome.clean
+    assert {p: p.stat().st_mtime_ns for p in (project / "generated").rglob("*")} == stamps
+    assert not list(project.glob(".optgen-*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("def broken(:\n", "E401"),
+        ("1 / 0\n", "E402"),
+        ("x = 1\n", "E403"),
+        (rule("second").replace("p, m\n", "m, p\n"), "E120"),
+    ],
+)
+def test_a_failing_build_leaves_everything_as_it_was(project: Path, text: str, code: str) -> None:
+    run()
+    before = content(project / "generated")
+    (project / "specs/first.py").write_text(rule("first", "5e-3"))  # would change files
+    (project / "specs/second.py").write_text(text)
+    with pytest.raises(UserError) as caught:
+        run() if code != "E403" else run(names=("first", "second"))
+    assert caught.value.code == code
+    assert content(project / "generated") == before
+    assert not list(project.glob(".optgen-*"))
+
+
+def test_a_failure_while_writing_leaves_whole_files(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run()
+    before = content(project / "generated")
+    for name in ("first", "second"):
+        (project / f"specs/{name}.py").write_text(rule(name, "5e-3"))
+    replaced: list[str] = []
+    real = os.replace
+
+    def fail(a: Path, b: Path) -> None:
+        if len(replaced) == 2:
+            raise OSError(28, "No space left on device", str(b))
+        replaced.append(str(b))
+        real(a, b)
+
+    monkeypatch.setattr(building.os, "replace", fail)
+    with pytest.raises(UserError) as caught:
+        run()
+    assert caught.value.code == "E413"
+    monkeypatch.undo()
+    os.chdir(project)
+    after = content(project / "generated")
+    assert sum(before[k] != after[k] for k in before) == 2
+    assert not list(project.glob(".optgen-*"))
+    # The half-written folder is not taken for an edited one by the build that repeats it.
+    run()
+    assert run(check=True).clean
+
+
+def test_edited_files_are_not_overwritten(project: Path) -> None:
+    run()
+    edited = project / "generated/first/fp32/reference.py"
+    edited.write_text(edited.read_text() + "# mine\n")
+    before = content(project / "generated")
+    (project / "specs/first.py").write_text(rule("first", "5e-3"))
+    with pytest.raises(UserError) as caught:
+        run()
+    assert caught.value.code == "E406"
+    assert "first/fp32/reference.py" in str(caught.value)
+    assert content(project / "generated") == before
+    run(force=True)
+    assert "# mine" not in edited.read_text()
+    assert run(check=True).clean
+
+
+def test_a_folder_of_somebody_else_is_left_alone(project: Path) -> None:
+    mine = project / "generated/first/__init__.py"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("secret = 1\n")
+    with pytest.raises(UserError) as caught:
+        run()
+    assert caught.value.code == "E406"
+    assert content(project / "generated") == {"first/__init__.py": b"secret = 1\n"}
+
+
+def test_line_ends_are_no_edit(project: Path) -> None:
+    run()
+    for file in (project / "generated").rglob("*.py"):
+        file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    assert run(check=True).clean
+    assert digest(b"a\r\nb") == digest(b"a\nb")
+
+
+def test_two_specs_of_one_class_are_refused(project: Path) -> None:
+    (project / "specs/second.py").write_text(rule("second", cls="First"))
+    with pytest.raises(UserError) as caught:
+        run()
+    assert caught.value.code == "E412"
+
+
+# -- check
+
+
+def test_check_says_what_differs_and_writes_nothing(project: Path) -> None:
+    outcome = run(check=True)
+    assert not outcome.clean
+    assert not (project / "generated").exists()
+    run()
+    assert run(check=True).clean
+    (project / "specs/first.py").write_text(rule("first", "5e-3"))
+    before = content(project / "generated")
+    outcome = run(check=True)
+    assert "first/__init__.py" in outcome.written
+    assert "-        lr=1e-3," in outcome.diff or "-        lr=0.001," in outcome.diff
+    assert content(project / "generated") == before
+
+
+# -- the bytes
+
+
+def build_elsewhere(folder: Path, seed: str, *names: str) -> dict[str, bytes]:
+    """A build in a process of its own, under a hash seed."""
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "optgen", "build", *names, "--out", str(folder)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    return content(folder)
+
+
+def test_the_same_bytes_under_any_hash_seed_order_and_company(tmp_path: Path) -> None:
+    one = build_elsewhere(tmp_path / "one", "1", "adamw", "nadam", "lion")
+    two = build_elsewhere(tmp_path / "two", "2", "lion", "nadam")
+    build_elsewhere(tmp_path / "two", "3", "adamw")
+    assert len(one) > 30
+    assert content(tmp_path / "two") == one
+    assert two.items() - one.items() == {
+        (name, text) for name, text in two.items() if name in ("__init__.py", MANIFEST)
+    }
+
+
+def test_one_process_and_two_print_the_same(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(out="two")
+    monkeypatch.setattr(building, "PROCESSES", 1)
+    run(out="one")
+    assert content(project / "one") == content(project / "two")
+
+
+def test_no_file_tells_of_this_machine(project: Path) -> None:
+    run(names=("first", "adamw"), plans=("int8_split24",))
+    text = "".join(v.decode() for v in content(project / "generated").values())
+    for word in (str(project), str(ROOT), str(Path.home()), os.uname().nodename):
+        assert word not in text or word in ("/", "")
+    assert "specs/adamw.py" in text
+
+
+def test_the_manifest_is_sorted_and_true(project: Path) -> None:
+    run()
+    out = project / "generated"
+    text = (out / MANIFEST).read_text()
+    data = json.loads(text)
+    assert text == json.dumps(data, indent=2) + "\n"
+    assert list(data["files"]) == sorted(data["files"])
+    assert data["files"] == {k: digest(v) for k, v in content(out).items() if k != MANIFEST}
+    assert data["specs"]["first"] == {"class": "First", "spec": "specs/first.py", "plans": ["fp32", "int8_split24"]}
+
+
+# -- what is built works
+
+
+def test_the_package_imports_one_optimizer_at_a_time(project: Path) -> None:
+    run()
+    code = (
+        "import sys, generated\n"
+        "assert dir(generated) == generated.__all__ == ['First', 'Second']\n"
+        "assert 'torch' not in sys.modules\n"
+        "from generated import First\n"
+        "assert 'generated.first' in sys.modules and 'generated.second' not in sys.modules\n"
+        "assert not {'sympy', 'jinja2', 'optgen.lang', 'optgen.driver'} & set(sys.modules)\n"
+        "import torch\n"
+        "p = torch.nn.Parameter(torch.ones(100, 64, dtype=torch.bfloat16)); p.grad = torch.ones_like(p)\n"
+        "First([p], lr=0.5).step()\n"
+        "assert (p < 1).all()\n"
+        "try:\n    generated.Frist\nexcept AttributeError as e:\n    print(e)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=project, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "has no optimizer 'Frist'" in done.stdout
+
+
+def test_init_text_is_sorted() -> None:
+    assert init_text({"B": "b", "A": "a"}) == init_text({"A": "a", "B": "b"})
+    compile(init_text({"A": "a"}), "generated/__init__.py", "exec")
+
+
+def test_the_template_of_new_builds(project: Path) -> None:
+    (project / "specs/mine.py").write_text(TEMPLATE.format(name="mine", title="Mine"))
+    load.find_spec("mine").check()
+    run(names=("mine",))
+
+
+def test_the_repository_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    outcome = build(Request(check=True))
+    assert outcome.clean, f"run `optgen build`: {outcome.diff[:2000]}"
+
+
+# -- compiling in memory
+
+
+def test_compile_in_memory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    import optgen
+    from optgen.driver import compile as compiling
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(project / "cache"))
+    compiling.cache_folder.cache_clear()
+    cls = optgen.compile("specs/first.py", plan="int8_split24")
+    assert cls is optgen.compile("specs/first.py", plan="int8_split24")
+    assert cls.PLANS == ("int8_split24",)
+    source = importlib.import_module(f"{cls.__module__}.int8_split24.reference").__file__
+    assert source is not None
+    assert Path(source).is_relative_to(project / "cache/optgen")
+    assert (project / "cache/optgen").stat().st_mode & 0o777 == 0o700
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    opt = cls([p], lr=0.5, plan="fp32")  # a plan that was not compiled ahead
+    p.grad = torch.ones_like(p)
+    opt.step()
+    assert "m" in opt.state[p]
+    with pytest.raises(ValueError, match="did you mean 'fp32'"):
+        cls([p], plan="fp23")
+    compiling.cache_folder.cache_clear()
+
+
+def test_a_cache_that_others_may_write_is_not_used(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optgen.driver import compile as compiling
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(project / "cache"))
+    shared = project / "cache/optgen"
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    compiling.cache_folder.cache_clear()
+    folder = compiling.cache_folder()
+    assert folder != shared
+    assert compiling.is_private(folder)
+    shared.chmod(0o700)
+    (project / "link").symlink_to(shared)
+    assert compiling.is_private(shared)
+    assert not compiling.is_private(project / "link")
+    compiling.cache_folder.cache_clear()

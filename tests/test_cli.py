@@ -1,0 +1,347 @@
+"""The command line: every command's words, its JSON, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import optgen
+from optgen.driver import cli, fuzz, load, terminal, watch
+from optgen.driver.fuzz import Example, read_example
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, and a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """(exit code, stdout, stderr) of a command."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.main(list(words))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def as_json(out: str) -> dict[str, Any]:
+    """The one object that stdout holds."""
+    data = json.loads(out)
+    assert isinstance(data, dict)
+    assert data["optgen"] == terminal.SCHEMA
+    assert data["ok"] == (data["exit"] == 0)
+    return data
+
+
+# -- every command
+
+
+def test_new_build_check_list(project: Path, run: Run) -> None:
+    code, out, _ = run("new", "MyRule")
+    assert (code, (project / "specs/my_rule.py").is_file()) == (0, True)
+    assert "specs/my_rule.py" in out
+    code, out, _ = run("build", "--json")
+    data = as_json(out)
+    assert (code, data["out"]) == (0, "generated")
+    assert "my_rule/fp32/reference.py" in data["written"]
+    code, out, _ = run("build", "--check")
+    assert (code, "up to date" in out) == (0, True)
+    code, out, _ = run("list", "--json")
+    mine = next(s for s in as_json(out)["specs"] if s["name"] == "my_rule")
+    assert (mine["class"], mine["own"]) == ("MyRule", True)
+    code, out, _ = run("check")
+    assert (code, "my_rule" in out, "adamw" in out) == (0, True, False)
+
+
+def test_check_says_one_where_files_differ(project: Path, run: Run) -> None:
+    run("new", "mine")
+    code, out, err = run("build", "--check", "--json")
+    assert (code, as_json(out)["exit"]) == (1, 1)
+    assert "+class Mine(Optimizer):" in as_json(out)["diff"]
+    code, out, err = run("build", "--check")
+    assert (code, "+class Mine(Optimizer):" in out, "optgen build" in err) == (1, True, True)
+    assert not (project / "generated").exists()
+
+
+def test_show(run: Run) -> None:
+    code, out, _ = run("show", "lion", "--plan", "fp32", "--json")
+    stages = as_json(out)["stages"]
+    assert code == 0
+    assert stages[0]["pass"] == "lower"
+    assert {"fold", "hoist", "share", "sweeps", "place", "name"} <= {s["pass"] for s in stages}
+    code, out, _ = run("show", "lion", "--plan", "fp32", "--maths", "strict", "--diff")
+    assert "(unchanged)" in out
+    assert "-- hoist" in out
+
+
+def test_explain(run: Run) -> None:
+    code, out, _ = run("explain", "adamw", "--json")
+    data = as_json(out)
+    assert (code, data["total"], len(data["sweeps"])) == (0, 5.0625, 1)
+    assert {row["name"] for row in data["memory"]} == {"p", "exp_avg", "exp_avg_sq"}
+    code, out, _ = run("explain", "adamw", "--plan", "flashoptim", "--flag", "amsgrad", "--param", "float16")
+    assert code == 0
+    for word in ("max_exp_avg_sq", "one sweep", "L5 error", "forced", "B per parameter and step"):
+        assert word in out
+
+
+def test_fuzz_reports_the_worst_case_beside_its_bound(run: Run) -> None:
+    code, out, _ = run("fuzz", "sgd", "--plan", "bf16_sr", "-n", "5", "--seed", "1", "--json")
+    data = as_json(out)
+    assert (code, data["holds"], data["reproduce"]) == (0, True, "")
+    assert data["examples"] == 5
+    assert all(0 <= w["ratio"] <= 1 and w["error"] <= w["bound"] for w in data["worst"])
+    # Each worst case can be run again by itself.
+    worst = data["worst"][0]
+    code, out, _ = run("fuzz", "sgd", "--plan", "bf16_sr", "--case", worst["case"], "--json")
+    again = next(w for w in as_json(out)["worst"] if w["value"] == worst["value"])
+    assert (code, again["ratio"]) == (0, worst["ratio"])
+
+
+def test_fuzz_fails_with_a_line_that_repeats_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "SHRINK_SECONDS", 2.0)
+    real = fuzz.Trial.run
+
+    def wrong(self: Any, g: Any) -> None:
+        real(self, g * (1 + 2.0**-10))  # a kernel that gets its gradients a little wrong
+
+    monkeypatch.setattr(fuzz.Trial, "run", wrong)
+    code, out, _ = run("fuzz", "sgd", "--plan", "fp32", "-n", "20", "--json")
+    data = as_json(out)
+    assert (code, data["holds"]) == (1, False)
+    assert data["worst"][0]["ratio"] > 1
+    assert data["reproduce"].startswith("optgen fuzz sgd --plan fp32 --backend reference --case ")
+    case = data["reproduce"].split("--case ")[1].strip("'")
+    assert run("fuzz", "sgd", "--plan", "fp32", "--case", case)[0] == 1
+    monkeypatch.undo()
+    assert run("fuzz", "sgd", "--plan", "fp32", "--case", case)[0] == 0
+
+
+def test_fuzz_in_tritons_interpreter() -> None:
+    command = [sys.executable, "-m", "optgen", "fuzz", "sgd", "--plan", "int8_split24", "--backend", "triton"]
+    for maths in ("strict", "fast"):
+        done = subprocess.run(
+            [*command, "--maths", maths, "-n", "3", "--steps", "1", "--json"],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert as_json(done.stdout)["holds"]
+
+
+def test_doctor(run: Run) -> None:
+    code, out, _ = run("doctor", "--json")
+    lines = {line["what"]: line for line in as_json(out)["lines"]}
+    assert code == 0
+    assert {"optgen", "python", "torch", "triton", "gpu", "compiler", "cache"} <= set(lines)
+    assert lines["optgen"]["found"].startswith(optgen.__version__)
+
+
+def test_doctor_says_three_where_something_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optgen.driver import doctor
+
+    monkeypatch.setattr(doctor, "NEEDED", ("no-such-package",))
+    code, out, _ = run("doctor", "--json")
+    assert (code, as_json(out)["exit"]) == (3, 3)
+
+
+def test_version_and_help(run: Run) -> None:
+    assert run("--version")[:2] == (0, f"optgen {optgen.__version__}\n")
+    code, out, _ = run("--help")
+    assert code == 0
+    for name in ("new", "build", "check", "list", "show", "explain", "fuzz", "doctor"):
+        assert name in out
+
+
+# -- wrong input
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["explain", "adamv"], "E404"),
+        (["explain", "adamw", "--plan", "int8_split23"], "E404"),
+        (["explain", "specs/none.py"], "E404"),
+        (["explain", "adamw", "--param", "bfloat17"], "E411"),
+        (["explain", "adamw", "--flag", "amsgrd"], "E411"),
+        (["show", "adamw", "--maths", "loose"], "E411"),
+        (["build", "--backend", "cpp"], "E411"),
+        (["build"], "E414"),
+        (["new", "1st"], "E409"),
+        (["new", "plans"], "E409"),
+        (["fuzz", "sgd", "--case", "{"], "E411"),
+        (["fuzz", "sgd", "--case", '{"shapes": [3]}'], "E411"),
+    ],
+)
+def test_a_users_mistake(project: Path, run: Run, words: list[str], code: str) -> None:
+    exit_code, out, err = run(*words)
+    assert (exit_code, out) == (2, "")
+    assert err.startswith(f"error[{code}]: ")
+    assert "Traceback" not in err
+    exit_code, out, err = run(*words, "--json")
+    data = as_json(out)
+    assert (exit_code, data["error"]["code"]) == (2, code)
+    assert not list(project.iterdir())
+
+
+@pytest.mark.parametrize("words", [["biuld"], ["explain"], ["build", "--no-such"], ["fuzz", "sgd", "-n", "0"]])
+def test_a_wrong_option(run: Run, words: list[str]) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert "error: " in err
+    assert "--help" in err
+    code, out, _ = run(*words, "--json")
+    assert (code, as_json(out)["exit"]) == (2, 2)
+
+
+def test_an_error_in_a_spec_has_its_place(project: Path, run: Run) -> None:
+    (project / "specs").mkdir()
+    (project / "specs/bad.py").write_text("x = 1\ny = x +\n")
+    code, out, err = run("build")
+    assert code == 2
+    assert "specs/bad.py:2" in err
+    code, out, _ = run("check", "--json")
+    assert (code, len(as_json(out)["errors"])) == (2, 1)
+    (project / "specs/bad.py").write_text("import math\n\nx = math.sqrt(-1)\n")
+    code, out, err = run("explain", "bad")
+    assert code == 2
+    # A file without a spec in its text is none that can be named; by its path it says what is wrong.
+    code, out, err = run("explain", "specs/bad.py")
+    assert "E402" in err
+    assert "specs/bad.py:3:5" in err
+
+
+def test_new_does_not_overwrite(project: Path, run: Run) -> None:
+    run("new", "mine")
+    (project / "specs/mine.py").write_text("# mine\n")
+    code, _, err = run("new", "mine")
+    assert (code, "E408" in err) == (2, True)
+    assert (project / "specs/mine.py").read_text() == "# mine\n"
+
+
+def test_a_fault_of_ours_is_seventy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optgen.driver import doctor
+
+    def broken() -> list[Any]:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(doctor, "doctor", broken)
+    code, out, err = run("doctor", "--json")
+    assert (code, as_json(out)["exit"]) == (70, 70)
+    assert "boom" in err
+
+
+def test_interruption(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optgen.driver import doctor
+
+    def interrupted() -> list[Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "doctor", interrupted)
+    assert run("doctor", "--json")[0] == 130
+
+
+def test_no_colour_in_a_pipe_or_under_no_color() -> None:
+    for extra in ({}, {"NO_COLOR": "1", "FORCE_COLOR": ""}):
+        done = subprocess.run(
+            [sys.executable, "-m", "optgen", "explain", "no_such"],
+            cwd=ROOT, env={**os.environ, **extra}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert "\x1b" not in done.stderr + done.stdout
+
+
+def test_help_is_quick_and_imports_no_compiler() -> None:
+    code = (
+        "import sys\nfrom optgen.driver.cli import main\nassert main(['--help']) == 0\n"
+        "assert not {'torch', 'sympy', 'jinja2', 'optgen.lang'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- finding things
+
+
+def test_own_specs_and_plans_come_first(project: Path) -> None:
+    (project / "specs").mkdir()
+    text = (ROOT / "specs/lion.py").read_text()
+    (project / "specs/lion.py").write_text(text.replace("lr=hyper(1e-4", "lr=hyper(7e-4"))
+    (project / "specs/plans.py").write_text(
+        "from optgen.formats import Plan, floats\n"
+        'tiny = Plan("Mine.", signed=floats.bf16_auto, nonneg=floats.bf16_auto)\n'
+        'fp32 = Plan("Replaced.")\n'
+    )
+    assert load.find_spec("lion").hyper("lr").default == 7e-4
+    assert load.find_spec(ROOT / "specs/lion.py").hyper("lr").default == 1e-4
+    assert load.find_spec("adamw").name == "adamw"
+    plans = load.plans()
+    assert plans["fp32"].doc == "Replaced."
+    assert list(plans)[-1] == "tiny"
+    assert load.find_plan("specs/plans.py:tiny") is plans["tiny"]
+
+
+def test_a_changed_file_is_loaded_again(project: Path) -> None:
+    file = project / "mine.py"
+    text = (ROOT / "specs/lion.py").read_text()
+    file.write_text(text)
+    first = load.find_spec(file)
+    assert load.find_spec(file) is first
+    file.write_text(text.replace("lr=hyper(1e-4", "lr=hyper(25e-5"))
+    assert load.find_spec(file).hyper("lr").default == 25e-5
+
+
+def test_files_import_their_neighbours(project: Path) -> None:
+    (project / "specs").mkdir()
+    (project / "specs/helper_of_mine.py").write_text("def half(x):\n    return 0.5 * x\n")
+    (project / "specs/json.py").write_text("raise AssertionError('the standard library comes first')\n")
+    text = (ROOT / "specs/lion.py").read_text().replace("def lion", "def mine")
+    (project / "specs/mine.py").write_text("import json\nfrom helper_of_mine import half\n" + text)
+    before = list(sys.path)
+    assert load.find_spec("mine").name == "mine"
+    assert sys.path == before
+
+
+def test_a_case_reads_back() -> None:
+    example = Example(shape=(3, 5), hypers={"betas": (0.5, 0.9)}, flags={"a": True}, steps=3, zeros=0.5)
+    assert read_example(example.text()) == example
+    assert json.loads(Example().text()) == {}
+
+
+def test_watch_builds_again_after_a_change(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "specs").mkdir()
+    file = project / "specs/mine.py"
+    file.write_text("# one\n")
+    commands: list[list[str]] = []
+
+    def record(command: list[str], **_: Any) -> None:
+        commands.append(command)
+
+    looks = iter([True, True, True, True, False])
+
+    def look() -> bool:
+        if len(commands) == 1 and file.read_text() == "# one\n":
+            file.write_text("# another\n")
+        return next(looks)
+
+    monkeypatch.setattr(watch.subprocess, "run", record)
+    monkeypatch.setattr(watch, "INTERVAL", 0.0)
+    watch.watch(terminal.Terminal("build", False), project, ["mine"], ["fp32"], [], "made", None, False, look)
+    assert len(commands) == 2
+    assert commands[0][1:] == ["-m", "optgen", "build", "mine", "--plan", "fp32", "--out", "made"]

@@ -1,0 +1,429 @@
+"""The GPU check without a GPU: its own arithmetic, and dry runs in Triton's interpreter of right and wrong kernels."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from gpu import bench, catalog, compare, contenders, correct, machine, report, shapes  # noqa: E402
+
+from optgen.runtime import launch  # noqa: E402
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+# What there is to check -----------------------------------------------------------------------------------------------
+
+
+def test_cases_hold_every_kernel_once() -> None:
+    found = catalog.cases()
+    assert len(set(found)) == len(found) and len({str(c) for c in found}) == len(found)
+    listed = {v for name in catalog.names() for plan in catalog.generated_class(name).PLANS
+              for v in catalog.plan_module(catalog.generated_class(name), plan).VARIANTS}  # fmt: skip
+    run = [v for case in found for v in catalog.variants(case)]
+    assert len(run) == len(listed) and set(run) == listed
+    assert found[0].spec == "adamw" and found[0].usual
+
+
+def test_options_bring_about_the_flags() -> None:
+    for case in catalog.cases():
+        cls = catalog.generated_class(case.cls)
+        p = torch.nn.Parameter(torch.zeros(5000, dtype=case.dtype))
+        side = correct.Side(case, [correct.Shape((5000,))], [torch.zeros(5000)], "reference", torch.device("cpu"))
+        assert side.select(p)[1] in catalog.variants(case), case
+        assert isinstance(side.optimizer, cls)
+
+
+def test_patterns_choose_cases() -> None:
+    assert {c.spec for c in catalog.cases(["lion"])} == {"lion"}
+    assert [str(c) for c in catalog.cases(["adamw.fp32.float32"], quick=True)] == ["adamw.fp32.float32"]
+    assert not catalog.cases(["ada"])  # whole words only
+    assert all(c.usual and c.param != "float16" for c in catalog.cases(quick=True))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD"])
+def test_traffic_is_what_the_kernel_s_header_says(name: str) -> None:
+    cls = catalog.generated_class(name)
+    for plan in cls.PLANS:
+        module = catalog.plan_module(cls, plan)
+        text = (Path(module.__file__ or "").parent / "triton_kernels.py").read_text(encoding="utf-8")
+        said = re.search(r"traffic\s+([\d.]+) B per bfloat16 parameter", text)
+        first = next(v for v in module.VARIANTS if v.param == "bfloat16" and not v.small)
+        assert said and catalog.traffic(module, first.kernel_name, BF16).total == float(said[1]), plan
+
+
+def test_traffic_refuses_a_kernel_that_it_cannot_read() -> None:
+    with pytest.raises(ValueError, match="cannot read what the pointers of nothing point to"):
+        catalog.traffic(catalog.plan_module(catalog.generated_class("AdamW"), "fp32"), "nothing", BF16)
+
+
+def test_models_have_the_shapes_of_the_real_ones() -> None:
+    # Counts as published: 124M (Radford et al. 2019, tied embeddings), 8.03B (Grattafiori et al. 2024).
+    assert (len(shapes.gpt2()), shapes.total(shapes.gpt2())) == (148, 124_439_808)
+    assert (len(shapes.llama_8b()), shapes.total(shapes.llama_8b())) == (291, 8_030_261_248)
+
+
+def test_huge_takes_a_plan_without_random_numbers() -> None:
+    case = correct.huge_case()
+    assert case is not None and not any(v.stochastic for v in catalog.variants(case))
+    assert max(v.block for v in catalog.variants(case)) > 1
+
+
+# Bounds ---------------------------------------------------------------------------------------------------------------
+
+
+def adamw(plan: str = "fp32", param: str = "float32") -> catalog.Case:
+    return next(c for c in catalog.cases([f"adamw.{plan}.{param}"]) if c.usual)
+
+
+def one_step(case: catalog.Case, size: tuple[int, ...], dtype: torch.dtype) -> tuple[correct.Side, Any]:
+    """(a reference after its first step, what fast maths is allowed in that step)."""
+    generator = torch.Generator().manual_seed(5)
+    shape = correct.Shape(size)
+    weights = [torch.randn(shape.numel, generator=generator)]
+    side = correct.Side(case, [shape], weights, "reference", torch.device("cpu"))
+    side.start()
+    rule = compare.Rule.of(catalog.generated_class(case.cls), case.flags)
+    assert rule is not None
+    g = [torch.randn(size, generator=generator).to(dtype)]
+    before = side.all_stored()
+    module, variant = side.select(side.params[0])
+    allowed = correct.allowed_of(module, variant, before, g, [0], rule, side)
+    side.step(g)
+    return side, allowed[0]
+
+
+def test_allowance_holds_reordered_maths_and_nothing_coarser() -> None:
+    side, allowed = one_step(adamw(), (4500,), FP32)
+    p = side.stored(0).p.double()
+    update = 0.0437  # lr: what Adam's first step moves every weight by
+    # 16 operations of 8 half-ulps each, of the update; a few of the weight.
+    assert (allowed["p"] > 16 * 2.0**-24 * update).all()
+    assert (allowed["p"] < 2.0**-14 * (update + p.abs())).all()
+    assert (allowed["exp_avg_sq"] > 0).all()
+
+
+def verdict_of(case: catalog.Case, dtype: torch.dtype, wrong: Any = None) -> compare.Verdict:
+    """The reference compared with itself, after `wrong` has changed what one of the two stored."""
+    side, allowed = one_step(case, (70, 70), dtype)
+    module, variant = side.select(side.params[0])
+    kernel = side.stored(0)
+    if wrong:
+        wrong(kernel)
+    verdict = compare.Verdict()
+    verdict.compare(module, variant, kernel, side.stored(0), allowed, "here")
+    verdict.finish()
+    return verdict
+
+
+def test_equal_results_pass() -> None:
+    settings = (("fp32", "float32", FP32), ("int8_split24", "bfloat16", BF16), ("bf16", "float16", BF16))
+    for plan, param, dtype in settings:
+        verdict = verdict_of(adamw(plan, param), dtype)
+        assert not verdict.problems and verdict.elements == 4900
+        assert set(verdict.worst.values()) == {0.0}
+
+
+def test_an_update_that_is_a_thousandth_off_fails() -> None:
+    def wrong(kernel: compare.Stored) -> None:
+        kernel.p.add_(1e-3 * 0.0437)
+
+    (problem,) = verdict_of(adamw(), FP32, wrong).problems
+    assert problem.startswith("p of here: element")
+
+
+def test_codes_one_off_fail_where_they_are_too_many_to_be_chance() -> None:
+    def some(count: int) -> Any:
+        def wrong(kernel: compare.Stored) -> None:
+            kernel.fields["exp_avg"].view(-1)[:count] ^= 1
+
+        return wrong
+
+    case = adamw("int8_split24", "bfloat16")
+    assert not verdict_of(case, BF16, some(3)).problems
+    (problem,) = verdict_of(case, BF16, some(2500)).problems
+    assert problem.startswith("exp_avg: 2500 of 4900 codes differ")
+
+
+def test_a_code_two_off_and_a_nan_fail() -> None:
+    def two(kernel: compare.Stored) -> None:
+        codes = kernel.fields["exp_avg_sq"].view(-1)
+        codes[7] = codes[7] + 3 if codes[7] < 128 else codes[7] - 3
+
+    def nan(kernel: compare.Stored) -> None:
+        kernel.p.view(-1)[9] = math.nan
+
+    case = adamw("int8_split24", "bfloat16")
+    assert any(p.startswith("exp_avg_sq of here: element 7 ") for p in verdict_of(case, BF16, two).problems)
+    assert any("element 9 is nan" in p for p in verdict_of(case, BF16, nan).problems)
+
+
+def test_a_visible_weight_that_does_not_round_the_kept_one_fails() -> None:
+    def wrong(kernel: compare.Stored) -> None:
+        kernel.p.view(-1)[11] *= 1.125
+
+    problems = verdict_of(adamw("fp32_master", "bfloat16"), BF16, wrong).problems
+    assert [p for p in problems if p.startswith("visible weight of here: element 11 ")] == problems
+
+
+def test_counts_allow_for_chance() -> None:
+    count = compare.Count()
+    assert count.ok  # nothing seen, nothing expected
+    count.add(int(100 + 6 * math.sqrt(100) + 4), 100.0, 10**6)
+    assert count.ok
+    count.add(1, 0.0, 1)
+    assert not count.ok
+
+
+# Launch settings ------------------------------------------------------------------------------------------------------
+
+
+def test_tuning_holds_inside_its_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernels:
+        TILE = {"f": 256, "g": 1024}
+        TILES = {"g": 2}
+
+    assert launch.Tuning().sizes(Kernels, "f") == (256, launch.TILES)  # type: ignore[arg-type]
+    assert launch.Tuning(tile=512, tiles=8).sizes(Kernels, "g") == (512, 8)  # type: ignore[arg-type]
+
+    def fail() -> None:
+        with launch.tuned(launch.Tuning(warps=4)):
+            assert launch._tuning.warps == 4
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert launch._tuning == launch.Tuning()
+
+
+# Benchmarks -----------------------------------------------------------------------------------------------------------
+
+
+def contender(name: str, kept: float, dtype: torch.dtype = BF16, family: str = "adamw") -> contenders.Contender:
+    return contenders.Contender(name, family, dtype, 10.0, kept, lambda params: torch.optim.SGD(params, lr=0.1))
+
+
+def test_batches_keep_the_first_beside_everybody_and_fit() -> None:
+    family = [contender("first", 5), contender("a", 6), contender("b", 5), contender("c", 12, FP32), contender("d", 99)]
+    runs, left_out = contenders.batches(family, 1000, memory=24_000)
+    names = [[c.name for c in run] for run in runs]
+    # first + a + b and their gradients take 18 bytes per element; c with its own gradients does not fit in as well
+    assert names == [["first", "a", "b"], ["first", "c"]]
+    assert [c.name for c in left_out] == ["d"]
+    assert contenders.batches(family, 1000, memory=100) == ([], family)
+
+
+def test_large_tensor_shrinks_to_fit() -> None:
+    family = [contender("first", 5), contender("other", 12, FP32)]
+    assert contenders.scaled(10**9, family, 1e12) == 10**9
+    smaller = contenders.scaled(10**9, family, 10e9)
+    assert smaller * 23 <= 10e9 < 2 * smaller * 23
+
+
+def test_a_contender_that_fails_is_left_out_and_said_to_be() -> None:
+    def refuse(params: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    plan = bench.Plan("small", "Small", [(8,), (4, 4)], 3, in_a_row=2, warm_up=1, copy_bytes=64)
+    bad = contenders.Contender("bad", "adamw", FP32, 12.0, 8.0, refuse)
+    entrants = [contender("good", 4, FP32), bad, contender("other", 4, FP32)]
+    section = bench.race(plan, entrants, bench.Timer(torch.device("cpu")), machine.Clock(100))
+    assert [r["name"] for r in section["rows"]] == ["good", "other"]
+    assert section["left_out"] == {"bad": "RuntimeError: no such kernel"}
+    first, other = section["rows"]
+    assert "device_ratio" not in first and other["device_ratio"]["n"] == 3
+    assert first["gelements_s"]["median"] == pytest.approx(24e-9 / (first["device_ms"]["median"] * 1e-3))
+    assert section["elements"] == 24
+
+
+def test_ratios_are_medians_of_rounds() -> None:
+    """A round in which the machine was slow for all changes no ratio."""
+    plan = bench.Plan("small", "Small", [(10,)], 3)
+    times = {
+        "a": bench.Times(device=[1.0, 10.0, 1.0]),
+        "b": bench.Times(device=[2.0, 20.0, 2.0]),
+        bench.COPY: bench.Times(device=[0.5, 5.0, 0.5]),
+    }
+    row = bench.row(plan, contender("b", 4), times, "a", moved=100)
+    assert row["device_ratio"]["median"] == 2.0 and row["device_ratio"]["q1"] == row["device_ratio"]["q3"] == 2.0
+    # 10 bytes for each of 10 elements in 2 s, where copying moves 100 in 0.5 s
+    assert row["share_of_copy"]["median"] == 0.25
+
+
+def test_nothing_starts_without_time() -> None:
+    plan = bench.Plan("small", "Small", [(8,)], 3, copy_bytes=64)
+    section = bench.race(plan, [contender("late", 4)], bench.Timer(torch.device("cpu")), machine.Clock(0.0))
+    assert section["rows"] == [] and section["left_out"] == {"late": "no time left"}
+
+
+def test_targets_are_judged_by_what_was_measured() -> None:
+    def row(name: str, value: str, median: float) -> dict[str, Any]:
+        return {"name": name, value: {"median": median}}
+
+    sections = {
+        "tensor": {"rows": [row("AdamW int8_split24", "share_of_copy", 0.9), row("FlashAdamW", "device_ratio", 1.4)]}
+    }
+    assert [t["verdict"] for t in bench.judge(sections)] == ["met", "missed", "not measured", "not measured"]
+
+
+def test_another_package_of_a_peer_s_name_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flashoptim.py").write_text("class FlashAdamW: ...\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flashoptim", raising=False)
+    found, missing = contenders.peers()
+    monkeypatch.delitem(sys.modules, "flashoptim", raising=False)
+    assert "another one: no cast_model" in missing["FlashOptim"]
+    assert not any(c.name.startswith("Flash") for c in found)
+
+
+def test_tables_are_markdown() -> None:
+    head, rule, row, empty = report.table(["name", "ms"], [["a", "1.5"]])
+    assert (head, row, empty) == ("| name |  ms |", "| a    | 1.5 |", "")
+    assert rule == "|------|----:|"
+
+
+def test_machine_names_make_file_names() -> None:
+    assert machine.slug("NVIDIA H200") == "nvidia-h200"
+
+
+# Dry runs -------------------------------------------------------------------------------------------------------------
+
+
+def dry_run(
+    out: Path, *given: str, environment: dict[str, str], generated: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--device", "cpu", "--out", str(out)]
+    command += ["--generated", str(generated), *given]
+    return subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, check=False)
+
+
+def report_in(out: Path) -> dict[str, Any]:
+    (path,) = out.glob("*.json")
+    assert path.with_suffix(".md").is_file()
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def test_right_kernels_pass(tmp_path: Path, interpreter: dict[str, str]) -> None:
+    given = ["--only", "correctness", "--kernels", "lion.fp32.float32", "--jobs", "2"]
+    done = dry_run(tmp_path, *given, environment=interpreter)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = report_in(tmp_path)["correctness"]
+    assert found["ok"] and found["failed"] == [] and found["not_run"] == []
+    (outcome,) = found["outcomes"]
+    assert outcome["kernels"] == ["lion.fp32.lion_float32"] and set(outcome["worst"]) == {"p", "exp_avg"}
+    assert "1 of 1 settings agree" in done.stdout
+
+
+def broken(tmp_path: Path, spec: str, plan: str, old: str, new: str) -> Path:
+    """A folder whose package `generated` has one line of one file changed."""
+    folder = tmp_path / "broken"
+    shutil.copytree(ROOT / "generated", folder / "generated", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "generated" / spec / plan / "triton_kernels.py"
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return folder
+
+
+def test_a_wrong_kernel_fails(tmp_path: Path, interpreter: dict[str, str]) -> None:
+    """The moment grows by a hundredth of a percent more than it should."""
+    folder = broken(tmp_path, "lion", "fp32", "put(exp_avg_ptr, at, exp_avg,", "put(exp_avg_ptr, at, exp_avg * 1.0001,")
+    given = ["--only", "correctness", "--kernels", "lion.fp32.float32"]
+    done = dry_run(tmp_path, *given, generated=folder, environment=interpreter)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = report_in(tmp_path)["correctness"]
+    assert not found["ok"] and any(p.startswith("exp_avg of ") for p in found["failed"][0]["problems"])
+    assert "FAILED lion.fp32.float32" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_kernel_that_cannot_run_fails(tmp_path: Path, interpreter: dict[str, str]) -> None:
+    folder = broken(tmp_path, "lion", "fp32", "numel = tl.load", "numel = no_such_name + tl.load")
+    given = ["--only", "correctness", "--kernels", "lion.fp32.float32"]
+    done = dry_run(tmp_path, *given, generated=folder, environment=interpreter)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no_such_name" in report_in(tmp_path)["correctness"]["failed"][0]["problems"][0]
+
+
+@pytest.mark.slow
+def test_wrong_rounding_of_codes_fails(tmp_path: Path, interpreter: dict[str, str]) -> None:
+    """A code that is one too high is within the bound of every single element: only counting finds it."""
+    folder = broken(tmp_path, "lion", "int8_split24", "(exp_avg_code + 128)", "(exp_avg_code + 129)")
+    given = ["--only", "correctness", "--kernels", "lion.int8_split24.float32"]
+    done = dry_run(tmp_path, *given, generated=folder, environment=interpreter)
+    assert done.returncode == 1, done.stdout + done.stderr
+    problems = " ".join(report_in(tmp_path)["correctness"]["failed"][0]["problems"])
+    assert re.search(r"exp_avg: \d+ of \d+ codes differ", problems)
+
+
+@pytest.mark.slow
+def test_quantized_kernels_and_a_huge_tensor_pass(tmp_path: Path, interpreter: dict[str, str]) -> None:
+    given = ["--only", "correctness", "--quick", "--huge", "--kernels", "lion.int8_split24.bfloat16"]
+    done = dry_run(tmp_path, *given, environment=interpreter)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (outcome, huge) = report_in(tmp_path)["correctness"]["outcomes"]
+    assert set(outcome["codes"]) == {"weight_low", "exp_avg", "exp_avg_scale"}
+    assert "elements" in huge["case"]
+
+
+@pytest.mark.slow
+def test_benchmarks_run(tmp_path: Path, interpreter: dict[str, str]) -> None:
+    done = dry_run(tmp_path, "--only", "bench", "--tune", "--json", environment=interpreter)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = report_in(tmp_path)
+    assert "bench_error" not in found, found.get("bench_error")
+    for section in ("tensor", "gpt2", "llama_8b"):
+        assert found[section]["rows"][0]["name"] == "AdamW int8_split24"
+        assert found[section]["copy_tb_s"]["median"] > 0
+    assert {"step_ms", "host_ms"} <= set(found["gpt2"]["rows"][0])
+    assert [t["target"] for t in found["targets"]] == [t.words for t in bench.TARGETS]
+    assert len(found["tune"]["rows"]) > 1
+    assert json.loads(done.stdout.splitlines()[-1])["machine"] == found["machine"]
+    # A later run of one half keeps what the other half found.
+    again = dry_run(tmp_path, "--only", "correctness", "--kernels", "lion.fp32.float32", environment=interpreter)
+    assert again.returncode == 0
+    assert {"tensor", "correctness"} <= set(report_in(tmp_path))
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path, compiling: dict[str, str], interpreter: dict[str, str]) -> None:
+    done = dry_run(tmp_path, environment=compiling)
+    assert done.returncode == 2 and "set TRITON_INTERPRET=1" in done.stderr
+    done = dry_run(tmp_path, "--device", "cuda", environment=interpreter)
+    assert done.returncode == 2 and "TRITON_INTERPRET=1 is set" in done.stderr
+    done = dry_run(tmp_path, generated=tmp_path, environment=interpreter)
+    assert done.returncode == 2 and "no package `generated`" in done.stderr
+    if not torch.cuda.is_available():
+        done = dry_run(tmp_path, "--device", "cuda", environment=compiling)
+        assert done.returncode == 2 and "no GPU" in done.stderr
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_nothing_of_the_compiler_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path[:0] = [{tools!r}, {root!r}]\n"
+        "from gpu import bench, catalog, compare, contenders, correct, machine, report, shapes\n"
+        "catalog.cases()\n"
+        "loaded = sorted(m for m in sys.modules if m.startswith('optgen.') and not m.startswith('optgen.runtime'))\n"
+        "assert not loaded and 'jinja2' not in sys.modules and 'specs' not in sys.modules, loaded\n"
+    ).format(tools=str(ROOT / "tools"), root=str(ROOT))
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,204 @@
+"""The lint: each rule fires where it must and only there, and what it claims happens when run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optgen.base.errors import UserError
+from optgen.formats import Blocked, Format, LogMinMax, Noise, Plan, e8m0, f16, f32, floats, fp16, linear, log, softsign
+from optgen.formats import bf16 as plain_bf16
+from optgen.lang.declare import StateDecl
+from optgen.ops import dtypes, spaces
+from optgen.verify import lint
+from optgen.verify.lint import Recurrence
+from specs import plans
+from specs.adagrad import adagrad
+from specs.adam import adam
+from specs.adamax import adamax
+from specs.adamw import adamw
+from specs.lion import lion
+from specs.rprop import rprop
+from specs.sgd import sgd
+
+EMA9, EMA999 = Recurrence("ema", 0.9), Recurrence("ema", 0.999)
+NEAREST = Blocked(8, 64, softsign(1), rounding="nearest")
+RANDOM = Blocked(8, 64, softsign(1), rounding="stochastic")
+MINMAX = LogMinMax(8, 64, rounding="nearest")
+
+
+def codes(fmt: Format, recurrence: Recurrence, *, nonneg: bool = False, severity: str = "error") -> list[str]:
+    state = StateDecl("s", spaces.elem, nonneg=nonneg)
+    plan = Plan("One state.", name="one", overrides={"s": fmt})
+    storage = plan.storage((state,), dtypes.f32, False)
+    return [f.code for f in lint.lint({"s": recurrence}, storage) if f.severity == severity]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "recurrence", "nonneg", "expected"),
+    [
+        (NEAREST, EMA9, False, ["L1"]),
+        (RANDOM, EMA9, False, []),
+        (f32, EMA999, False, []),
+        (plain_bf16, EMA9, False, []),
+        (plain_bf16, EMA999, False, ["L1"]),
+        (plain_bf16, EMA999, True, ["L2"]),
+        (plain_bf16, Recurrence("ema", 0.95), True, []),
+        (floats.bf16_auto, EMA999, True, []),
+        (MINMAX, EMA999, True, ["L2"]),
+        (MINMAX.rounded("stochastic"), EMA999, True, []),
+        (MINMAX, Recurrence("max", 1.0), True, []),
+        (MINMAX, Recurrence("max", 0.999), True, ["L2"]),
+        (MINMAX.rounded("stochastic"), Recurrence("max", 1.0), True, ["L9"]),
+        (MINMAX.rounded("stochastic"), Recurrence("max", 0.999), True, []),
+        (MINMAX, Recurrence("sum", 1.0), True, ["L8"]),
+        (plain_bf16, Recurrence("sum", 1.0), True, ["L8"]),
+        (MINMAX.rounded("stochastic"), Recurrence("sum", 1.0), True, []),
+        (MINMAX, Recurrence("previous"), True, []),
+        (RANDOM, Recurrence("constant"), False, ["L9"]),
+        (NEAREST, Recurrence("constant"), False, []),
+        (NEAREST, Recurrence("multiplicative"), False, ["L10"]),
+        (MINMAX.rounded("stochastic"), Recurrence("multiplicative"), True, []),
+        (f16.rounded("stochastic"), EMA9, False, ["L5"]),
+        (Blocked(8, 64, softsign(1), fp16, rounding="stochastic"), EMA9, False, ["L5", "L6"]),
+        (Blocked(8, 64, softsign(1), e8m0, rounding="stochastic"), EMA9, False, []),
+        (Blocked(8, 64, log(8), rounding="stochastic"), Recurrence("ema", 0.9999), False, []),
+    ],
+)
+def test_errors(fmt: Format, recurrence: Recurrence, nonneg: bool, expected: list[str]) -> None:
+    assert codes(fmt, recurrence, nonneg=nonneg) == expected
+
+
+def test_unknown_decays_are_warned_of() -> None:
+    assert codes(NEAREST, Recurrence("other"), severity="warning") == ["L2"]
+    assert codes(RANDOM, Recurrence("other"), severity="warning") == []
+
+
+class Offset(Blocked):
+    """A format without a zero code: every value reads half a code too high."""
+
+    def decode(self, parts: object, *, root: object = None) -> object:  # type: ignore[override]
+        return super().decode(parts, root=root) + self.scale.decode(parts["scale"]) / 254  # type: ignore[index, arg-type]
+
+
+class WholeTensor(Blocked):
+    """A format that divides by the largest element of the tensor first."""
+
+    def encode(self, x: object, **kw: object) -> object:  # type: ignore[override]
+        from optgen.ir import node as ir
+        from optgen.lang.values import Value
+
+        if isinstance(x, Value):
+            x = x / Value(ir.op("tensor_max", x.node))
+        return super().encode(x, **kw)  # type: ignore[arg-type]
+
+
+def test_formats_of_others_are_looked_at_from_outside() -> None:
+    assert codes(Offset(8, 64, rounding="stochastic"), EMA9) == ["L3"]
+    assert codes(WholeTensor(8, 64, rounding="stochastic"), EMA9, severity="warning") == ["L7"]
+
+
+@pytest.mark.parametrize(("decay", "count", "largest"), [(0.9, 5, 0.020), (0.95, 10, 0.041), (0.99, 68, 0.37)])
+def test_stuck_codes_of_softsign(decay: float, count: int, largest: float) -> None:
+    """The study's figures for 127 softsign codes; and exactly those codes keep themselves when run."""
+    found, top, _ = lint.stuck_set(NEAREST, decay)
+    assert (found, round(top, 3 if top < 0.1 else 2)) == (count, largest)
+    block = torch.zeros(128, 1, 64)
+    block[:, 0, 0] = 1.0
+    block[:, 0, 1] = NEAREST.compander.inverse(torch.arange(128) / 127)
+    value = NEAREST.decode(NEAREST.encode(block))
+    before = NEAREST.encode(block)[""][:, 0, 1]
+    value[:, 0, 1] *= decay
+    value[:, 0, 0] = 1.0
+    assert int((NEAREST.encode(value)[""][:, 0, 1] == before)[1:].sum()) == count
+
+
+def test_weights_are_judged() -> None:
+    for plan, code, severity in (
+        (plans.bf16, "L11", "warning"),
+        (plans.int8_rn_split24, "L11", "note"),
+        (plans.int8_split24, None, None),
+        (plans.split32, None, None),
+        (plans.fp32_master, None, None),
+    ):
+        found = lint.lint({}, plan.storage((), dtypes.bf16, False))
+        assert [(f.code, f.severity) for f in found] == ([(code, severity)] if code else []), plan.name
+        assert lint.lint({}, plan.storage((), dtypes.f32, False)) == []
+
+
+def test_recurrences_come_from_the_spec() -> None:
+    assert lint.recurrences(adam, {"amsgrad": True}) == {
+        "exp_avg": EMA9,
+        "exp_avg_sq": EMA999,
+        "max_exp_avg_sq": Recurrence("max", 1.0),
+    }
+    assert lint.recurrences(adagrad)["sum"].kind == "sum"
+    assert lint.recurrences(adamax)["exp_inf"] == Recurrence("max", 0.999)
+    assert lint.recurrences(lion)["exp_avg"] == Recurrence("ema", 0.99)
+    assert lint.recurrences(rprop)["step_size"].kind == "multiplicative"
+    # A flag that says that momentum is not 0 rules its default of 0 out.
+    assert lint.recurrences(sgd, {"has_momentum": True})["momentum_buffer"] == EMA9
+
+
+def test_plans_that_stagnate_are_refused_unless_forced() -> None:
+    stuck = Plan("bf16 to nearest.", signed=plain_bf16, nonneg=plain_bf16, small_numel=0)
+    states = adamw.present({f.name: False for f in adamw.flags})
+    with pytest.raises(UserError) as caught:
+        lint.check(adamw, stuck, stuck.storage(states, dtypes.bf16, False))
+    assert caught.value.code == "E307"
+    assert "L2" in caught.value.message
+    assert "exp_avg_sq" in caught.value.message
+    findings = lint.check(adamw, plans.bf16, plans.bf16.storage(states, dtypes.bf16, False))
+    assert [f.code for f in findings if f.severity == "error"] == ["L2"]
+
+
+def test_unproven_companders_are_refused() -> None:
+    from optgen.formats import compander
+
+    bad = Plan("x", name="bad", signed=Blocked(8, 64, compander("bad", lambda n: n, lambda y: y / 2)))
+    states = lion.present({f.name: False for f in lion.flags})
+    with pytest.raises(UserError) as caught:
+        lint.check(lion, bad, bad.storage(states, dtypes.bf16, False))
+    assert caught.value.code == "E304"
+
+
+# -- what it claims, run
+
+
+def run(fmt: Format, steps: int, rule: object, start: float) -> torch.Tensor:
+    """256 blocks of 64 equal elements under `state = rule(state)`, stored in fmt after every step."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.full((256, 1, 64), start)
+    for _ in range(steps):
+        noise = None
+        if fmt.noise_bits:
+            word = torch.randint(0, 1 << fmt.noise_bits, value.shape, dtype=torch.int32, generator=generator)
+            noise = Noise(word, 0, fmt.noise_bits)
+        value = fmt.decode(fmt.encode(rule(value), noise=noise))  # type: ignore[operator]
+    return value
+
+
+def test_a_sum_stops_to_nearest_and_goes_on_stochastically() -> None:
+    def rule(s: torch.Tensor) -> torch.Tensor:
+        return s + 1e-3
+
+    assert float(run(plain_bf16, 3000, rule, 1.0).mean()) == 1.0
+    assert float(run(floats.bf16_auto, 3000, rule, 1.0).mean()) == pytest.approx(4.0, rel=0.01)
+
+
+def test_a_maximum_climbs_stochastically_and_holds_to_nearest() -> None:
+    current = torch.rand(256, 1, 64, generator=torch.Generator().manual_seed(3)) + 0.5
+
+    def rule(s: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(s, current)
+
+    random, nearest = (run(MINMAX.rounded(r), 200, rule, 0.6) for r in ("stochastic", "nearest"))
+    true = rule(torch.full((256, 1, 64), 0.6))
+    assert float((nearest / true).mean()) == pytest.approx(1, abs=0.005)
+    assert float((random / true).mean()) > 1.004
+
+
+def test_linear_codes_get_stuck_as_counted() -> None:
+    fmt = Blocked(8, 64, linear, rounding="nearest")
+    count, largest, _ = lint.stuck_set(fmt, 0.9)
+    assert (count, largest) == (5, pytest.approx(5 / 127))

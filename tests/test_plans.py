@@ -1,0 +1,187 @@
+"""Plans: what they store, in how many bytes, by which name; and what does not fit is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from optgen.base.errors import UserError
+from optgen.formats import Blocked, Float, LogMinMax, Plan, Split, f32, floats, softsign, ue8m8
+from optgen.formats import bf16 as plain_bf16
+from optgen.lang.declare import StateDecl
+from optgen.ops import dtypes, spaces
+from specs import plans
+from specs.adamw import adamw
+
+ALL = [p for p in vars(plans).values() if isinstance(p, Plan)]
+STATES = adamw.present({f.name: False for f in adamw.flags})
+EXPECTED = ("fp32 bf16 bf16_sr bf16_kahan fp32_master split32 int8_split24 int8 int8_rn_split24 flashoptim").split()
+
+each_plan = pytest.mark.parametrize("plan", ALL, ids=lambda p: p.name)
+
+
+@dataclass(frozen=True)
+class Recurs:
+    kind: str
+    decay: float | None = None
+
+
+def test_every_plan_is_there_under_its_own_name() -> None:
+    assert [p.name for p in ALL] == EXPECTED
+    assert all(getattr(plans, p.name) is p for p in ALL)
+
+
+@each_plan
+def test_bytes_in_the_text_are_those_derived(plan: Plan) -> None:
+    found = re.search(r"([\d.]+) bytes per (fp32 )?parameter", plan.doc)
+    assert found is not None
+    param = dtypes.f32 if found[2] else dtypes.bf16
+    assert plan.storage(STATES, param, False).bytes_per_param == float(found[1])
+
+
+def test_bytes_of_the_default_plan_add_up() -> None:
+    storage = plans.int8_split24.storage(STATES, dtypes.bf16, False)
+    parts = {name: f.bytes_per_param for name, f in storage.fields().items()}
+    assert parts == {
+        "weight_low": 1,
+        "exp_avg": 1,
+        "exp_avg_scale": 2 / 64,
+        "exp_avg_sq": 1,
+        "exp_avg_sq_range": 2 / 64,
+    }
+    assert storage.block == 64
+    assert storage.bytes_per_param == 2 + sum(parts.values()) == 5.0625
+
+
+@each_plan
+@pytest.mark.parametrize("param", [dtypes.f32, dtypes.bf16, dtypes.f16], ids=str)
+def test_every_plan_takes_every_parameter_dtype(plan: Plan, param: dtypes.DType) -> None:
+    storage = plan.storage(STATES, param, False)
+    assert set(storage.states) == {"exp_avg", "exp_avg_sq"}
+    assert storage.master.fields(param)[""].dtype is param
+    assert storage.nonneg == {"exp_avg_sq"}
+    if param is dtypes.f32:
+        assert storage.master.noise_bits(param) == 0
+        assert list(storage.master.fields(param)) == [""]
+    assert all(f.rounding != "auto" for f in storage.states.values())
+
+
+@each_plan
+def test_small_tensors_are_kept_in_fp32_where_blocks_are_used(plan: Plan) -> None:
+    small = plan.storage(STATES, dtypes.bf16, True)
+    blocked = plan.storage(STATES, dtypes.bf16, False).block > 1
+    assert (plan.small_numel > 0) == (blocked and plan is not plans.flashoptim)
+    assert all(f == f32 for f in small.states.values())
+
+
+def test_relative_storage_needs_a_second_moment_that_is_never_zero() -> None:
+    plan = plans.int8_split24
+    assert plan.storage(STATES, dtypes.bf16, False).states["exp_avg"].relative
+    alone = (StateDecl("momentum_buffer", spaces.elem),)
+    assert not plan.storage(alone, dtypes.bf16, False).states["momentum_buffer"].relative
+    in_fp32 = plan.but(overrides={"exp_avg_sq": f32})
+    assert not in_fp32.storage(STATES, dtypes.bf16, False).states["exp_avg"].relative
+
+
+@pytest.mark.parametrize(
+    ("recurs", "rounding"),
+    [
+        (Recurs("ema", 0.9), "stochastic"),
+        (Recurs("sum", 1.0), "stochastic"),
+        (Recurs("max", 1.0), "nearest"),
+        (Recurs("max"), "nearest"),
+        (Recurs("max", 0.999), "stochastic"),
+        (Recurs("previous"), "nearest"),
+        (Recurs("constant"), "nearest"),
+        (Recurs("multiplicative"), "stochastic"),
+        (Recurs("other"), "stochastic"),
+        (None, "stochastic"),
+    ],
+)
+def test_rounding_auto_is_decided_by_the_recurrence(recurs: Recurs | None, rounding: str) -> None:
+    state = (StateDecl("s", spaces.elem, nonneg=True),)
+    given = None if recurs is None else {"s": recurs}
+    for plan in (plans.int8, plans.split32):
+        fmt = plan.storage(state, dtypes.bf16, False, given).states["s"]
+        assert fmt.rounding == rounding
+        assert (fmt.noise_bits > 0) == (rounding == "stochastic")
+    explicit = plans.int8.but(nonneg=LogMinMax(8, 64, rounding="stochastic"))
+    assert explicit.storage(state, dtypes.bf16, False, given).states["s"].rounding == "stochastic"
+
+
+def test_states_by_trait_space_start_and_name() -> None:
+    plan = plans.int8.but(overrides={"special": plain_bf16})
+    states = (
+        StateDecl("m", spaces.elem),
+        StateDecl("v", spaces.elem, nonneg=True),
+        StateDecl("r", spaces.row, nonneg=True),
+        StateDecl("x0", spaces.elem, init="param"),
+        StateDecl("special", spaces.elem),
+    )
+    kept = plan.storage(states, dtypes.f32, False).states
+    assert isinstance(kept["m"], Blocked)
+    assert isinstance(kept["v"], LogMinMax)
+    assert kept["r"] == kept["x0"] == f32
+    assert kept["special"] == plain_bf16
+    assert list(kept) == [s.name for s in states]
+
+
+def test_but_replaces_parts_and_takes_the_new_name() -> None:
+    base = plans.int8_split24
+    wide = base.but("Blocks of 256.", signed=Blocked(8, 256), nonneg=LogMinMax(8, 256))
+    assert (wide.name, wide.doc, base.name) == ("wide", "Blocks of 256.", "int8_split24")
+    assert wide.master == base.master
+    assert wide.storage(STATES, dtypes.bf16, False).bytes_per_param == 3 + 2 * (1 + 2 / 256)
+    twice = wide.but(overrides={"a": f32}).but(overrides={"b": f32})
+    assert set(twice.overrides) == {"a", "b"}
+    assert Plan("Given a name.", name="given").name == "given"
+    assert base.but(name="given").name == "given"
+    assert wide.loc.file == __file__
+
+
+def refused(code: str, plan_of: object, states: tuple[StateDecl, ...] = STATES) -> UserError:
+    with pytest.raises(UserError) as caught:
+        plan_of().storage(states, dtypes.bf16, False)  # type: ignore[operator]
+    assert caught.value.code == code
+    return caught.value
+
+
+def test_a_signed_state_in_an_unsigned_format_is_refused() -> None:
+    error = refused("E301", lambda: plans.int8.but(overrides={"exp_avg": LogMinMax(8, 64)}))
+    assert "exp_avg" in error.message
+    assert len(error.locs) == 2
+    refused("E301", lambda: Plan("x", name="x", signed=LogMinMax(8, 64)))
+
+
+def test_blocks_of_two_sizes_are_refused() -> None:
+    error = refused("E302", lambda: plans.int8.but(nonneg=LogMinMax(8, 32)))
+    assert "32" in error.message
+    assert "64" in error.message
+
+
+def test_blocks_over_rows_are_refused() -> None:
+    states = (StateDecl("r", spaces.row, nonneg=True),)
+    refused("E303", lambda: plans.int8.but(overrides={"r": Blocked(8, 64, softsign(1), ue8m8)}), states)
+    refused("E305", lambda: plans.int8.but(small=Blocked(8, 64)))
+
+
+def test_unknown_parts_are_refused_with_the_nearest_known() -> None:
+    with pytest.raises(UserError) as caught:
+        plans.int8.but(sined=f32)
+    assert caught.value.code == "E306"
+    assert "signed" in caught.value.hint
+
+
+def test_forced_plans_say_why_and_only_those_round_averages_to_nearest() -> None:
+    slow = {"exp_avg": Recurs("ema", 0.9), "exp_avg_sq": Recurs("ema", 0.999)}
+    for plan in ALL:
+        kept = plan.storage(STATES, dtypes.bf16, False, slow).states["exp_avg_sq"]
+        nearest = kept.noise_bits == 0 and kept != floats.f32
+        assert nearest == bool(plan.forced), plan.name
+
+
+def test_plans_are_no_longer_than_their_parts() -> None:
+    assert plans.int8_split24.master == Split(8, "stochastic")
+    assert plans.split32.signed == Float(dtypes.bf16, "auto")

@@ -1,0 +1,99 @@
+"""The product of rules and plans: every cell compiles, its kernel is its reference bit for bit, and keeps its bound.
+
+Daily: every rule under the default plan with all its flags and parameter dtypes, every plan under AdamW, and a
+sample of the rest, drawn by OPTGEN_SAMPLE_SEED (printed at the end of the run).  The whole product is marked `full`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from optgen.lang import hyper, nonneg, optimizer, sqrt, state
+from optgen.lang import sign as sign_of
+from optgen.runtime.keys import step_key
+from tests import harness, product
+from tests.product import DEFAULT, PARAMS, PLANS, SPECS, Cell, Run, settings_of
+
+SAMPLED = 20
+
+
+def daily_cells() -> list[Cell]:
+    flags = [Cell(s, DEFAULT, "bfloat16", f) for s in SPECS for f in settings_of(s)]
+    params = [Cell(s, DEFAULT, param) for s in SPECS for param in PARAMS]
+    plans = [Cell("adamw", plan) for plan in PLANS]
+    return list(dict.fromkeys([*flags, *params, *plans]))
+
+
+def cells() -> list[object]:
+    """All of the product; what is not for every day is marked."""
+    daily = daily_cells()
+    rest = [cell for cell in product.full_cells() if cell not in set(daily)]
+    sampled = set(product.sample(rest, SAMPLED, int(os.environ["OPTGEN_SAMPLE_SEED"])))
+    marked = [pytest.param(c, id=str(c), marks=() if c in sampled else pytest.mark.full) for c in rest]
+    return [*(pytest.param(c, id=str(c)) for c in daily), *marked]
+
+
+@pytest.mark.parametrize("cell", cells())
+def test_a_cell_is_right(cell: Cell, tmp_path: Path) -> None:
+    """Its bound is claimed for every element of the first step, and kept at each."""
+    for report in product.check(cell, tmp_path):
+        assert report.ok, [report.worst[name] for name in report.broken]
+
+
+def test_every_rule_fits_every_plan() -> None:
+    """The product has no holes: a plan refused by the lint would be missing from all tests above."""
+    refused = {(s, p): product.refusal(s, p) for s in SPECS for p in PLANS if product.refusal(s, p)}
+    assert not refused
+
+
+@optimizer(cite="none", name="Hostile")
+def hostile(
+    p, g, t,
+    first=state(),
+    block=state(nonneg),
+    *,
+    start=hyper(0.9, ge=0, lt=1),
+    lane=hyper(1e-2, ge=0),
+    origin=hyper(1e-8, gt=0),
+):
+    """A rule whose names are those that generated code uses itself."""
+    b = 1 - start**t
+    count = lane / b
+    at = 1 - start
+    live = start * first
+    index = live + at * g
+    first = index
+    sign = sign_of(g)
+    get = at * g * g
+    block = start * block + get
+    where = sqrt(block)
+    torch = where + origin
+    values = first / torch
+    p = p - count * values * sign * sign
+    return p, first, block
+
+
+@pytest.mark.parametrize("maths", ["strict", "fast"])
+def test_an_author_may_use_any_name(maths: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by test_fast_maths...[adagrad]: a host scalar `start` was overwritten by the kernel's own variable."""
+    monkeypatch.setattr(product, "spec_of", lambda name: hostile)
+    built = product.build(Cell("hostile", DEFAULT))
+    kernels = built.compiled.strict if maths == "strict" else built.compiled.fast
+    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path, kernels=kernels)
+    draw = torch.Generator().manual_seed(0)
+    for shape in ((700,), (5, 70)):
+        run = Run(built, torch.randn(shape, generator=draw))
+        for _ in range(3):
+            g = torch.randn(shape, generator=draw).bfloat16()
+            fast, model = run.copy(), product.FAST if maths == "fast" else product.STRICT
+            inside, exact = run.enclosed(model), run.oracle(g)
+            pair.run_triton(fast.buffers, g, run.steps + 1, step_key(0, run.steps + 1), run.stream, **run.hypers)
+            after = fast.decoded()
+            report = product.differential.compare(after, built.enclose(inside, g, run.options, kept=after), exact)
+            assert report.ok, [report.worst[name] for name in report.broken]
+            run.step(g)
+            assert maths == "fast" or product.same_bits(run.buffers, fast.buffers)

@@ -1,0 +1,531 @@
+"""Properties of every rule under every plan: what one step and fifty may be off by, and what must never happen.
+
+Nothing here knows a tolerance: bounds are composed from the formats' closed forms and from interval arithmetic
+on the spec (optgen.verify), or derived where they are used.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from optgen.formats.blocked import Blocked
+from optgen.formats.floats import Float
+from optgen.formats.format import Format
+from optgen.formats.logminmax import LogMinMax
+from optgen.formats.masters import Native, Split
+from optgen.runtime.keys import step_key
+from optgen.verify import bounds
+from optgen.verify.differential import MANTISSA, SMALLEST_NORMAL
+from optgen.verify.intervals import FAST
+from tests import harness, product
+from tests.product import DEFAULT, PARAMS, PLANS, SPECS, Built, Cell, Run, build
+
+SHAPES = ((), (1,), (63,), (64,), (65,), (127,), (3, 100), (2, 64), (5, 7, 3))
+BLOCKED = ("int8_split24", "int8", "int8_rn_split24", "flashoptim")
+
+
+def of_pairs(param: str = "bfloat16") -> list[object]:
+    """Every pair as a cell; those beyond the daily ones are marked `full`."""
+    daily = product.daily_pairs()
+    return [
+        pytest.param(cell, id=str(cell), marks=() if (cell.spec, cell.plan) in daily else pytest.mark.full)
+        for cell in (Cell(s, p, param) for s, p in product.pairs())
+    ]
+
+
+def draws(cell: Cell, salt: int = 0) -> torch.Generator:
+    """Random numbers that belong to a cell."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{cell} {salt}".encode()))
+
+
+def gradient(like: Tensor, size: float, draw: torch.Generator, param: str, octaves: float = 2.0) -> Tensor:
+    """Normal numbers whose sizes are spread by some octaves, of a parameter's dtype."""
+    spread = torch.exp2(octaves * torch.randn(like.shape, generator=draw))
+    return (torch.randn(like.shape, generator=draw) * spread * size).to(getattr(torch, param))
+
+
+def examples(share: float) -> settings:
+    """A share of the profile's examples: a test over many cells needs few of each."""
+    return settings(max_examples=max(2, round(settings.default.max_examples * share)))
+
+
+# -- 1. within the derived bound
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+sizes = st.integers(-30, 10).map(lambda e: 2.0**e)
+
+
+@pytest.mark.parametrize("cell", of_pairs())
+@given(
+    shape=st.sampled_from(SHAPES),
+    seed=st.integers(0, 2**31 - 1),
+    steps=st.lists(sizes, min_size=1, max_size=4),
+    special=st.lists(finite, max_size=3),
+    param=st.sampled_from(PARAMS),
+)
+@examples(0.1)
+@example(shape=(3, 100), seed=0, steps=[1e-2, 1e-2, 1e-2], special=[], param="bfloat16")
+def test_one_step_is_within_its_bound(
+    cell: Cell, shape: tuple[int, ...], seed: int, steps: list[float], special: list[float], param: str
+) -> None:
+    """From any reachable state; `special` are odd numbers among the gradient's."""
+    cell = Cell(cell.spec, cell.plan, param)
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=draw) * torch.exp2(4 * torch.randn(shape, generator=draw)).clamp(max=1e3)
+    run = Run(build(cell), weight, seed=seed, lr=1e-2, weight_decay=1e-2)
+    for size in steps:
+        g = gradient(weight, size, draw, param)
+        odd = torch.tensor(special[: g.numel()]).to(g.dtype)
+        g.view(-1)[: len(odd)] = torch.where(odd.isfinite(), odd, 1.0)
+        report = run.checked(g)
+        assert report.ok, [report.worst[name] for name in report.broken]
+
+
+@pytest.mark.parametrize("cell", of_pairs())
+def test_fifty_steps_are_within_the_carried_bound(cell: Cell) -> None:
+    """Enclosures and the oracle carried on from the first step, never told what was kept in between."""
+    draw, shape = draws(cell), (2, 100)
+    run = Run(build(cell), torch.randn(shape, generator=draw), lr=1e-3)
+    reports = run.chained([gradient(torch.empty(shape), 1e-2, draw, cell.param) for _ in range(50)])
+    for k, report in enumerate(reports):
+        assert report.ok, (k, [report.worst[name] for name in report.broken])
+    assert reports[0].claimed == 1, "the bound promises nothing even for one step"
+
+
+@pytest.mark.parametrize("cell", of_pairs())
+def test_each_of_fifty_steps_is_within_its_bound(cell: Cell) -> None:
+    """From what was kept before it: late states too, whatever their errors so far."""
+    draw, shape = draws(cell, 1), (2, 100)
+    run = Run(build(cell), torch.randn(shape, generator=draw), lr=1e-3)
+    for k in range(50):
+        g = gradient(torch.empty(shape), 1e-2, draw, cell.param)
+        if k % 5 == 4:
+            report = run.checked(g)
+            assert report.ok, (k, [report.worst[name] for name in report.broken])
+        else:
+            run.step(g)
+
+
+# -- stochastic rounding: unbiased, by index and keys only
+
+
+def residuals(built: Built, name: str, exact: Tensor, kept: Tensor, run: Run) -> Tensor | None:
+    """(kept - exact) in cells of the format, or None where it does not round stochastically.
+
+    A stochastic encoder rounds to one of the two neighbours of `exact` on its own grid, so that each residual is
+    in (-1, 1) and their mean is 0.
+    """
+    if name == "p":
+        return _weight_residuals(built, exact, kept)
+    fmt = built.storage.states[name]
+    if not fmt.noise_bits:
+        return None
+    if isinstance(fmt, Float):
+        return _float_residuals(exact, kept, fmt.dtype.name, MANTISSA[fmt.dtype.name])
+    codes = run.buffers[name].double()
+    if isinstance(fmt, LogMinMax):
+        return _log_residuals(fmt, exact, codes, run.buffers[f"{name}_range"])
+    assert isinstance(fmt, Blocked)
+    scale = fmt.scale.decode(run.buffers[f"{name}_scale"]).double().repeat_interleave(fmt.block, 1)
+    value = exact
+    if fmt.relative:
+        base = next(s.normalized_by for s in built.spec.states if s.name == name)
+        value = exact / run.decoded()[str(base)].double().sqrt()
+    position = fmt.compander.encode(value, scale, fmt.codes, signed=fmt.signed)
+    return codes - (128 if fmt.signed else 0) - position
+
+
+def _weight_residuals(built: Built, exact: Tensor, kept: Tensor) -> Tensor | None:
+    master, param = built.storage.master, built.storage.param
+    if not master.noise_bits(param):
+        return None
+    assert isinstance(master, Native | Split)
+    extra = master.bits if isinstance(master, Split) else 0
+    return _float_residuals(exact, kept, param.name, MANTISSA[param.name] + extra)
+
+
+def _float_residuals(exact: Tensor, kept: Tensor, dtype: str, mantissa: int) -> Tensor:
+    exponent = exact.abs().clamp(min=SMALLEST_NORMAL[dtype]).log2().floor()
+    return (kept.double().abs() - exact.abs()) / torch.exp2(exponent - mantissa)
+
+
+def _log_residuals(fmt: LogMinMax, exact: Tensor, codes: Tensor, header: Tensor) -> Tensor:
+    """The pattern of an f32 as a real number: exponent and mantissa, piecewise linear."""
+    value = exact.sqrt() if fmt.of == "sqrt" else exact
+    mantissa, exponent = torch.frexp(value)
+    pattern = (exponent.double() - 2 + 127 + 2 * mantissa) * 2.0**23
+    header = header.int().repeat_interleave(fmt.block, 1)
+    cells, first = (header & 0xFF).double(), ((header & 0xFF00) >> 8).double()
+    beginning = fmt.lowest + first * 2.0**fmt.unit
+    return codes + 0.5 - (pattern - beginning) * cells / 2.0**fmt.unit
+
+
+STOCHASTIC = [
+    Cell(spec, plan, param)
+    for spec, plan, param in [
+        *((s, DEFAULT, "bfloat16") for s in ("adamw", "lion", "adagrad", "adan", "laprop")),
+        *(("adamw", plan, "bfloat16") for plan in ("bf16_sr", "bf16_kahan", "split32")),
+        *(("adamw", plan, "float16") for plan in ("int8_split24", "bf16_sr")),
+        ("adamw", "int8", "float32"),
+    ]
+]
+
+
+@pytest.mark.parametrize("cell", STOCHASTIC, ids=str)
+def test_stochastic_rounding_is_unbiased(cell: Cell) -> None:
+    """One step of 2048 equal rows, whose random words differ: the mean of what is kept is what was to be kept.
+
+    A code is one of two neighbours: rounded up with the probability f, the fraction of a cell that lies below
+    the value, so that its variance is f (1 - f).  By Bernstein's inequality a mean of n is off by more than
+    6 sqrt(f (1 - f) / n) + 12 / n once in 3e7 times.  Words of 12 bits shift it by up to 2^-13 cells, fp32 by what
+    it may shift the value.
+    """
+    built, draw, rows = build(cell), draws(cell), 2048
+    row = torch.randn(1, 64, generator=draw)
+    run = Run(built, row.expand(rows, 64).contiguous(), lr=1e-2, weight_decay=0.0)
+    g = [gradient(row, 1e-3, draw, cell.param) for _ in range(2)]
+    # A state that all rows share: one step of one row, kept to nearest, then copied.
+    one = Run(built, row, lr=1e-2, weight_decay=0.0)
+    one.step(g[0])
+    values = {k: v.expand(rows, 64).contiguous() for k, v in one.decoded().items()}
+    run.buffers = {k: v.contiguous() for k, v in built.encode(values).items()}
+    run.steps, run.host_states = 1, one.host_states
+    assert built.stochastic
+    tested, exact = 0, run.oracle(g[1].expand(rows, 64))
+    run.step(g[1].expand(rows, 64).contiguous())
+    for name, kept in run.decoded().items():
+        cells = residuals(built, name, exact[name], kept, run)
+        if cells is None:
+            continue
+        tested += 1
+        # fp32 leaves the value uncertain by some 2^-20 of it, and there are at most 2^17 cells in a value.
+        assert cells.abs().max() < 1 + 2.0**-3, name
+        up = (-cells).remainder(1.0).median(0).values
+        allowed = 6 * (up * (1 - up) / rows).sqrt() + 12 / rows + 2.0**-13 + _arithmetic(built, name)
+        error = cells.mean(0).abs()
+        assert (error <= allowed).all(), (name, error.max())
+        assert cells.var(0).mean() > 0.05, f"{name} is not rounded at random at all"
+    assert tested
+
+
+def _arithmetic(built: Built, name: str) -> float:
+    """What fp32 may shift a value by, in cells: 8 half ulps of it, times the cells in a value."""
+    if name == "p":
+        bound = bounds.master_bound(built.storage.master, built.storage.param)
+    else:
+        bound = bounds.one_step_bound(built.storage.states[name])
+    return 8 * 2.0**-24 / bound.value
+
+
+KERNELS = [("adamw", DEFAULT), ("lion", DEFAULT), ("adamw", "bf16_sr"), ("adamw", "int8_rn_split24")]
+
+
+def _trained(built: Built, shape: tuple[int, ...], salt: int, stream: int = 7) -> tuple[Run, Tensor]:
+    """A run two steps on, and a gradient for the third."""
+    draw = draws(built.cell, salt)
+    run = Run(built, torch.randn(shape, generator=draw), stream=stream, lr=1e-2)
+    for _ in range(2):
+        run.step(gradient(torch.empty(shape), 1e-2, draw, built.cell.param))
+    return run, gradient(torch.empty(shape), 1e-2, draw, built.cell.param)
+
+
+@pytest.mark.parametrize(("spec", "plan"), KERNELS)
+@pytest.mark.parametrize("shape", [(2311,), (5, 7, 61)], ids=str)
+def test_tiling_changes_nothing(spec: str, plan: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """1, 4 and 16 tiles per program: element and keys alone decide the random bits."""
+    built = build(Cell(spec, plan))
+    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path)
+    run, g = _trained(built, shape, 2)
+    results = []
+    for tiles in (1, 4, 16):
+        buffers = {k: v.clone() for k, v in run.buffers.items()}
+        pair.run_triton(buffers, g, 3, 0x51ED270B, 7, tiles=tiles, **run.hypers)
+        results.append(buffers)
+    assert product.same_bits(results[0], results[1])
+    assert product.same_bits(results[0], results[2])
+
+
+@pytest.mark.parametrize(("spec", "plan"), KERNELS)
+def test_the_order_of_tensors_and_launches_changes_nothing(spec: str, plan: str, tmp_path: Path) -> None:
+    """Three tensors in one launch, in another order, or in a launch each."""
+    built = build(Cell(spec, plan))
+    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path)
+    started = [(*_trained(built, shape, k, stream=k), k) for k, shape in enumerate([(300,), (64,), (4, 128)])]
+
+    def launched(*groups: Iterable[int]) -> dict[int, dict[str, Tensor]]:
+        out = {k: {name: b.clone() for name, b in run.buffers.items()} for run, _, k in started}
+        for group in groups:
+            pair.launch([(out[k], started[k][1], k) for k in group], 3, 0x2545F491, lr=1e-2)
+        return out
+
+    expected = launched((0, 1, 2))
+    for other in (launched((2, 0, 1)), launched((1,), (2, 0)), launched((0,), (1,), (2,))):
+        assert all(product.same_bits(expected[k], other[k]) for k in expected)
+
+
+@pytest.mark.parametrize("cell", of_pairs())
+def test_rows_of_whole_blocks_are_the_flat_tensor(cell: Cell) -> None:
+    """Blocks and random bits belong to the position in the logical tensor, whatever its shape."""
+    built, draw = build(cell), draws(cell, 3)
+    weight = torch.randn(256, generator=draw)
+    shapes = ((256,), (2, 128), (4, 64), (1, 2, 128))
+    runs = [Run(built, weight.view(shape), lr=1e-2) for shape in shapes]
+    for _ in range(3):
+        g = gradient(weight, 1e-2, draw, cell.param)
+        for run, shape in zip(runs, shapes, strict=True):
+            run.step(g.view(shape))
+    first, *others = ({k: v.reshape(-1) for k, v in run.buffers.items()} for run in runs)
+    assert all(product.same_bits(first, other) for other in others)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 127, 331])
+def test_a_tail_leaves_the_blocks_before_it_alone(plan: str, size: int) -> None:
+    """A tensor cut anywhere: all blocks before the cut are what they are in the longer tensor, bit for bit."""
+    built = build(Cell("adamw", plan))
+    block, draw = built.storage.block, draws(built.cell, 4)
+    weight = torch.randn(400, generator=draw)
+    long, short = Run(built, weight, lr=1e-2), Run(built, weight[:size].clone(), lr=1e-2)
+    for _ in range(3):
+        g = gradient(weight, 1e-2, draw, built.cell.param)
+        long.step(g)
+        short.step(g[:size].clone())
+    whole = size // block * block
+    for b in built.compiled.strict.program.buffers:
+        if b.role != "grad":
+            count = whole // (b.space.size or 1)
+            left, right = (run.buffers[b.name].view(-1)[:count] for run in (long, short))
+            assert harness.same_bits(left, right), b.name
+
+
+def test_a_tensor_without_dimensions_is_a_tensor_of_one() -> None:
+    built = build(Cell("adamw", DEFAULT))
+    runs = [Run(built, torch.full(shape, 0.7), lr=1e-2) for shape in ((), (1,))]
+    for _ in range(3):
+        for run in runs:
+            run.step(torch.full(run.buffers["p"].shape, 0.3, dtype=torch.bfloat16))
+    first, second = ({k: v.view(-1) for k, v in run.buffers.items()} for run in runs)
+    assert product.same_bits(first, second)
+
+
+# -- 2. nothing comes of nothing
+
+
+@pytest.mark.parametrize("param", PARAMS)
+@pytest.mark.parametrize("cell", of_pairs())
+def test_without_gradient_state_and_decay_the_weight_keeps_its_bits(cell: Cell, param: str) -> None:
+    """Of a weight of -0.0 only the value: -0.0 - lr * -0.0 is 0.0."""
+    built = build(Cell(cell.spec, cell.plan, param))
+    weight = torch.randn(3, 70, generator=draws(cell)) * 2.0 ** torch.linspace(-35, 13, 70)
+    weight = torch.where(weight.to(getattr(torch, param)) == 0, 0.0, weight)
+    run = Run(built, weight, weight_decay=0.0)
+    before = {k: v.clone() for k, v in run.buffers.items() if k == "p" or k.startswith("weight_")}
+    for _ in range(3):
+        run.step(torch.zeros(weight.shape, dtype=getattr(torch, param)))
+        assert product.same_bits({k: run.buffers[k] for k in before}, before)
+
+
+# -- 4. the whole range of gradients
+
+RANGE = tuple(10.0**e for e in range(-38, 39, 4))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("plan", [DEFAULT, "split32", "bf16_sr", "int8_rn_split24"])
+def test_states_stay_finite_wherever_fp32_does(spec: str, plan: str) -> None:
+    """Rows of 64 whose gradients are 1e-38 ... 1e38: a format that is finite for finite values loses none."""
+    built, exact = build(Cell(spec, plan)), build(Cell(spec, "fp32"))
+    draw = draws(built.cell)
+    weight = torch.randn(len(RANGE), 64, generator=draw)
+    run, fp32 = (Run(b, weight, weight_decay=0.0, lr=1e-4) for b in (built, exact))
+    for _ in range(6):
+        unit = torch.randn(weight.shape, generator=draw).clamp(-3, 3)
+        g = (unit * torch.tensor(RANGE).view(-1, 1)).bfloat16()
+        run.step(g)
+        fp32.step(g)
+        kept, true = run.decoded(), fp32.decoded()
+        for name, value in kept.items():
+            # A block is finite where all of its fp32 values are.
+            fine = torch.stack([v.isfinite().all(1) for v in true.values()]).all(0)
+            assert value[fine].isfinite().all(), (name, value[fine][~value[fine].isfinite()][:3])
+
+
+@pytest.mark.parametrize("param", PARAMS)
+def test_no_finite_gradient_makes_adamw_states_infinite(param: str) -> None:
+    """Even where fp32's own second moment overflows: it saturates, and the first one is relative to it."""
+    built = build(Cell("adamw", DEFAULT, param))
+    draw = draws(built.cell)
+    rows = torch.tensor([s for s in RANGE if s < 0.2 * torch.finfo(getattr(torch, param)).max]).view(-1, 1)
+    weight = torch.randn(len(rows), 64, generator=draw)
+    run = Run(built, weight)
+    for _ in range(6):
+        g = torch.randn(weight.shape, generator=draw).clamp(-3, 3) * rows
+        run.step(g.to(getattr(torch, param)))
+        assert all(v.isfinite().all() for v in run.decoded().values())
+
+
+# -- 7. what is not finite stays where it is
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("cell", of_pairs())
+def test_what_is_not_finite_stays_in_its_block(cell: Cell, bad: float) -> None:
+    """One element of one step; the rest of the tensor is, bit for bit, what it is without it.
+
+    The rest: all but the element, and under blocked formats all but its block.
+    """
+    built, draw = build(cell), draws(cell, 5)
+    block, at = built.storage.block, 150
+    weight = torch.randn(331, generator=draw)
+    clean = Run(built, weight, lr=1e-2)
+    dirty = clean.copy()
+    for k in range(4):
+        g = gradient(weight, 1e-2, draw, cell.param)
+        clean.step(g)
+        if k == 1:
+            g[at] = bad
+        dirty.step(g)
+    outside = torch.arange(len(weight)) // block != at // block
+    for b in built.compiled.strict.program.buffers:
+        if b.role != "grad":
+            keep = outside[:: b.space.size or 1]
+            left, right = (run.buffers[b.name].view(-1)[keep] for run in (clean, dirty))
+            assert harness.same_bits(left, right), b.name
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_nan_is_kept_as_each_format_says(plan: str) -> None:
+    """Blocked: the whole block reads as NaN; LogMinMax: as some finite value; floats: NaN in the element alone."""
+    built = build(Cell("adamw", plan))
+    draw, at = draws(built.cell, 6), 70
+    weight = torch.randn(192, generator=draw)
+    run = Run(built, weight, lr=1e-2)
+    for k in range(2):
+        g = gradient(weight, 1e-2, draw, built.cell.param)
+        if k == 1:
+            g[at] = math.nan
+        run.step(g)
+    element = torch.arange(192) == at
+    kept = run.decoded()
+    assert torch.equal(kept.pop("p").isnan(), element)
+    for name, value in kept.items():
+        fmt = built.storage.states[name]
+        expected = element
+        if isinstance(fmt, Blocked):
+            expected = torch.arange(192) // fmt.block == at // fmt.block
+        elif isinstance(fmt, LogMinMax):
+            expected = torch.zeros_like(element)
+        assert torch.equal(value.isnan(), expected), (name, str(fmt))
+
+
+# -- 8. bounds of the update
+
+
+def quotient_bound(beta1: float, beta2: float, root_error: float, code_error: float) -> float:
+    """The largest |m| / sqrt(v) that can be read back, however long it was stored.
+
+    By Cauchy-Schwarz, |b1 u r + (1 - b1) g| <= sqrt(b1^2 u^2 / b2 + (1 - b1)^2 / (1 - b2)) sqrt(b2 r^2 + (1 - b2) g^2).
+    Storing divides by a root that is up to `root_error` too small and then adds `code_error` of the largest:
+    the fixed point of u -> (1 + code_error) / (1 - root_error) * that root.
+    """
+    grows = ((1 + code_error) / (1 - root_error)) ** 2
+    kept, new = beta1**2 / beta2 * grows, (1 - beta1) ** 2 / (1 - beta2) * grows
+    return math.sqrt(new / (1 - kept)) if kept < 1 else math.inf
+
+
+def test_without_storage_the_bound_is_the_known_one() -> None:
+    assert quotient_bound(0.9, 0.999, 0.0, 0.0) == pytest.approx(7.27, abs=0.01)
+    assert quotient_bound(0.9, 0.95, 0.0, 0.0) == pytest.approx(1.165, abs=0.001)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)], ids=str)
+def test_kept_moments_never_make_a_larger_update_than_adam_can(betas: tuple[float, float]) -> None:
+    """Gradients that are rare and huge: the quotient they drive to its bound stays below it, storage included."""
+    built = build(Cell("adamw", DEFAULT))
+    draw, octaves = draws(built.cell, 7), 3
+    m, v = (built.storage.states[name] for name in ("exp_avg", "exp_avg_sq"))
+    assert isinstance(m, Blocked) and m.relative and isinstance(v, LogMinMax)
+    # Roots of a block lie within `octaves` of each other, and a unit on each side: half an octave each.
+    root_error = bounds.one_step_bound(v, 2 * octaves + 2).total
+    code_error = bounds.one_step_bound(m).total * (1 + m.scale.excess)
+    limit = quotient_bound(*betas, root_error, code_error)
+    weight = torch.ones(16, 64)
+    run, largest = Run(built, weight, lr=0.0, betas=betas), 0.0
+    for k in range(300):
+        # Nearly nothing, then the sequence that attains the bound: gradients that grow by b2 / b1 each step.
+        size = 1e-4 if k < 150 else 1e-4 * (betas[1] / betas[0]) ** min(k - 150, 60)
+        spread = torch.exp2((octaves - 1) * torch.rand(weight.shape, generator=draw))
+        run.step((size * spread).bfloat16())
+        kept = run.decoded()
+        roots = kept["exp_avg_sq"].double().sqrt()
+        assert (roots.amax(1) <= roots.amin(1) * 2.0**octaves).all()
+        largest = max(largest, float((kept["exp_avg"].double().abs() / roots).max()))
+    exact = quotient_bound(*betas, 0.0, 0.0)
+    assert 0.9 * exact < largest <= limit, (largest, limit)
+
+
+@pytest.mark.parametrize("spec", ["lion", "tiger", "signum"])
+@pytest.mark.parametrize("plan", [DEFAULT, "bf16_sr", "int8_rn_split24"])
+def test_rules_of_signs_move_a_weight_by_lr_at_most(spec: str, plan: str) -> None:
+    """lr, rounded twice in fp32, plus what keeping the weight adds."""
+    built, lr = build(Cell(spec, plan)), 2.0**-10
+    draw = draws(built.cell, 8)
+    run = Run(built, torch.randn(4, 64, generator=draw), lr=lr, weight_decay=0.0)
+    stored = bounds.master_bound(built.storage.master, built.storage.param).total
+    for _ in range(20):
+        before = run.decoded()["p"].double()
+        run.step(gradient(before, 1e-2, draw, built.cell.param))
+        after = run.decoded()["p"].double()
+        limit = lr + (before.abs() + lr) * (stored + 2.0**-23)
+        assert ((after - before).abs() <= limit).all()
+
+
+# -- 9. fast maths beside strict
+
+
+def code_distance(name: str, fmt: Format, a: dict[str, Tensor], b: dict[str, Tensor]) -> int:
+    """The largest difference of codes in blocks whose scales agree."""
+    suffix = "range" if isinstance(fmt, LogMinMax) else "scale"
+    same = a[f"{name}_{suffix}"] == b[f"{name}_{suffix}"]
+    difference = (a[name].int() - b[name].int()).abs().view(a[name].shape[0], -1)
+    same = same.repeat_interleave(fmt.block, 1)[:, : difference.shape[1]]
+    return int(difference[same].max()) if same.any() else 0
+
+
+FAST_CELLS = [*(Cell(s, DEFAULT) for s in SPECS), *(Cell("adamw", p) for p in PLANS if p != DEFAULT)]
+
+
+@pytest.mark.parametrize("cell", FAST_CELLS, ids=str)
+def test_fast_maths_is_within_its_bound_of_the_oracle_and_a_code_of_strict(cell: Cell, tmp_path: Path) -> None:
+    """The fast kernel, in the interpreter, from the same state as the strict reference.
+
+    Both read the same random bits, so that a code can differ only where the two values lie on both sides of one
+    threshold: by 1.
+    """
+    built = build(cell)
+    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path, kernels=built.compiled.fast)
+    run, _ = _trained(built, (3, 256), 9)
+    draw = draws(cell, 10)
+    for _ in range(3):
+        g = gradient(run.buffers["p"], 1e-2, draw, cell.param)
+        fast = run.copy()
+        key = step_key(run.seed, run.steps + 1)
+        pair.run_triton(fast.buffers, g, run.steps + 1, key, run.stream, **fast.hypers, **fast.host_states)
+        after = fast.decoded()
+        inside = built.enclose(run.enclosed(FAST), g, run.options, kept=after)
+        report = product.differential.compare(after, inside, run.oracle(g))
+        assert report.ok, [report.worst[name] for name in report.broken]
+        assert report.claimed == 1
+        run.step(g)
+        for name, fmt in built.storage.states.items():
+            if not isinstance(fmt, Float):  # a float's cells are as fine as what is left of a difference
+                assert code_distance(name, fmt, run.buffers, fast.buffers) <= 1, name

@@ -1,0 +1,179 @@
+"""What the generated package holds, as cases to check: (class, plan, parameter dtype, flag setting)."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from optgen.runtime import plans
+from optgen.runtime.records import Variant
+
+PARAMS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+FIRST = ("adamw", "lion", "sgd")
+"""Specs that are checked before the others, so that a run that is cut short has said what matters most."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting under which a class is checked: it runs the kernels for large and for small tensors.
+
+    flags    every flag's setting
+    changed  those that differ from the default (a derived flag: from what its hyper-parameter's default gives)
+    """
+
+    cls: str
+    spec: str
+    plan: str
+    param: str
+    flags: tuple[tuple[str, bool], ...] = ()
+    changed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ".".join([self.spec, self.plan, self.param, *self.changed])
+
+    @property
+    def usual(self) -> bool:
+        return not self.changed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return PARAMS[self.param]
+
+
+def names() -> list[str]:
+    """The generated classes."""
+    return list(importlib.import_module("generated").__all__)
+
+
+def generated_class(name: str) -> Any:
+    return getattr(importlib.import_module("generated"), name)
+
+
+def plan_module(cls: Any, plan: str) -> ModuleType:
+    return plans.load(cls, plan)
+
+
+def variants(case: Case) -> list[Variant]:
+    """The variants that a case runs: for large tensors and, where there is one, for small ones."""
+    setting = dict(case.flags)
+    listed: Sequence[Variant] = plan_module(generated_class(case.cls), case.plan).VARIANTS
+    return [v for v in listed if v.param == case.param and dict(v.flags) == setting]
+
+
+def cases(only: Sequence[str] = (), *, quick: bool = False) -> list[Case]:
+    """Every case of the generated package, the most used first.
+
+    only    patterns "spec", "spec.plan", "spec.plan.dtype": cases that start with one of them; () for all
+    quick   default flags and the parameter dtypes that the plan is mostly used with
+    """
+    found = [case for name in names() for case in _cases_of(name)]
+    if only:
+        wanted = tuple(f"{pattern}." for pattern in only)
+        found = [case for case in found if f"{case}.".startswith(wanted)]
+    if quick:
+        found = [case for case in found if case.usual and case.param != "float16"]
+    return sorted(found, key=_urgency)
+
+
+def _cases_of(name: str) -> Iterator[Case]:
+    cls = generated_class(name)
+    usual = _usual(cls)
+    for plan in cls.PLANS:
+        listed: Sequence[Variant] = plan_module(cls, plan).VARIANTS
+        seen = {(v.param, tuple(v.flags.items())) for v in listed}
+        for param, flags in sorted(seen):
+            changed = tuple(k if on else f"no_{k}" for k, on in flags if usual[k] != on)
+            yield Case(name, cls.SPEC, plan, param, flags, changed)
+
+
+def _usual(cls: Any) -> dict[str, bool]:
+    defaults = {hyper.name: hyper.default for hyper in cls.HYPERS}
+    return {f.name: f.default if f.nonzero is None else bool(defaults[f.nonzero]) for f in cls.FLAGS}
+
+
+def _urgency(case: Case) -> tuple[object, ...]:
+    rank = FIRST.index(case.spec) if case.spec in FIRST else len(FIRST)
+    return case.plan not in ("int8_split24", "fp32"), not case.usual, rank, case.spec, case.plan, case.param
+
+
+def options(case: Case, **wanted: float) -> dict[str, Any]:
+    """Constructor arguments under which a case's flags hold: `wanted` hyper-parameters where they exist."""
+    cls = generated_class(case.cls)
+    setting = dict(case.flags)
+    hypers = {hyper.name: hyper.default for hyper in cls.HYPERS}
+    chosen: dict[str, Any] = {name: value for name, value in wanted.items() if name in hypers}
+    for flag in cls.FLAGS:
+        if flag.nonzero is None:
+            chosen[flag.name] = setting.get(flag.name, flag.default)
+        else:
+            on = setting.get(flag.name, bool(hypers[flag.nonzero]))
+            chosen[flag.nonzero] = (hypers[flag.nonzero] or 0.9) if on else 0.0
+    return chosen
+
+
+# What a kernel moves --------------------------------------------------------------------------------------------------
+
+_POINTER = re.compile(
+    r"(?P<name>\w+)_ptr = pointer\(row \+ \d+, (?P<type>tl\.\w+|GRAD), ALIGNED\)\s+"
+    r"# (?P<dtype>\w+) \[(?:n|blocks of (?P<block>\d+))\]"
+)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per element that one step has to move between the processor and memory."""
+
+    read: float
+    written: float
+
+    @property
+    def total(self) -> float:
+        return self.read + self.written
+
+
+def traffic(module: ModuleType, function: str, grad: torch.dtype) -> Traffic:
+    """What a kernel reads and writes: the loads and stores in its source, of the types that its pointers have."""
+    kernels = plans.part(module, "triton_kernels")
+    source = Path(kernels.__file__ or "").read_text(encoding="utf-8")
+    walk, tile = (_body(source, name) for name in (function, f"{function}_tile"))
+    pointers = list(_POINTER.finditer(walk))
+    if not pointers or len(pointers) != walk.count("_ptr = pointer("):
+        raise ValueError(f"{kernels.__name__}: cannot read what the pointers of {function} point to")
+    read = written = 0.0
+    for pointer in pointers:
+        dtype = grad if pointer["type"] == "GRAD" else _torch_dtype(pointer["dtype"])
+        size = dtype.itemsize / int(pointer["block"] or 1)
+        read += size * (f" get({pointer['name']}_ptr," in tile)
+        written += size * (f" put({pointer['name']}_ptr," in tile)
+    return Traffic(read, written)
+
+
+def _body(source: str, function: str) -> str:
+    """The text of a function, "" where there is none."""
+    found = re.search(rf"^def {function}\(.*?(?=^@triton\.jit|\Z)", source, re.MULTILINE | re.DOTALL)
+    return found[0] if found else ""
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def footprint(module: ModuleType, variant: Variant) -> float:
+    """Bytes per element that a variant keeps: the weight and its states, not the gradient."""
+    return PARAMS[variant.param].itemsize + sum(f.torch_dtype.itemsize / f.per for f in variant.fields)
+
+
+def large_variant(module: ModuleType, param: str, flags: Mapping[str, bool]) -> Variant:
+    """The variant for large tensors of that dtype."""
+    return plans.variant(module, PARAMS[param], False, tuple(flags.items()))
+
