@@ -7,7 +7,6 @@ Triton runs in its interpreter: a test that imports this must run in a process w
 from __future__ import annotations
 
 import importlib.util
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType

@@ -11,7 +11,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from optgen.ops import dtypes
 from optgen.runtime.keys import step_key, stream_key
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
-from optgen.verify.intervals import FAST, STRICT, Model
+from optgen.verify.intervals import STRICT, Model
 from tests.harness import Pair, plan_of, spec_of
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +61,7 @@ def settings_of(spec: str) -> list[tuple[tuple[str, bool], ...]]:
     return [tuple((k, v) for k, v in s.items() if v != defaults[k]) for s in found.settings()]
 
 
-@lru_cache(maxsize=None)
+@cache
 def refusal(spec: str, plan: str) -> str:
     """Why a plan does not fit a rule; "" where it does."""
     try:
@@ -147,7 +147,6 @@ class Built:
         fmts = self.storage.states.values()
         return any(f.noise_bits for f in fmts) or self.storage.master.noise_bits(self.storage.param) > 0
 
-
     def enclose(
         self, before: Values, g: Tensor, options: Mapping[str, Any], kept: Mapping[str, Tensor] | None = None
     ) -> Values:
@@ -182,7 +181,9 @@ class Run:
     `buffers` holds what is stored, by field name, the parameter under "p"; `host_states` what the host keeps.
     """
 
-    def __init__(self, built: Built, weight: Tensor, *, seed: int = 0, stream: int | None = None, **hypers: Any) -> None:
+    def __init__(
+        self, built: Built, weight: Tensor, *, seed: int = 0, stream: int | None = None, **hypers: Any
+    ) -> None:
         self.built, self.seed, self.steps = built, seed, 0
         self.stream = stream_key(0) if stream is None else stream
         self.hypers = hypers_of(built.cell, **hypers)
@@ -225,7 +226,6 @@ class Run:
         """The next step in fp64 from the decoded state: "p" and the states."""
         spec, before = self.built.spec, self.decoded()
         return differential.oracle(spec, before, g.float(), self.steps, self.host_states, self.options)
-
 
     def enclosed(self, model: Model = STRICT) -> Values:
         """What is kept now, as points; where a chain of enclosures starts."""
@@ -320,6 +320,8 @@ def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = SHAPES, 
             key = step_key(twin.seed, twin.steps + 1)
             pair.run_triton(twin.buffers, g, twin.steps + 1, key, twin.stream, **twin.hypers, **twin.host_states)
             reports.append(run.checked(g))
-            different = [name for name in run.buffers if not same_bits({name: run.buffers[name]}, {name: twin.buffers[name]})]
+            different = [
+                name for name in run.buffers if not same_bits({name: run.buffers[name]}, {name: twin.buffers[name]})
+            ]
             assert not different, f"{cell}: kernel and reference differ in {different} at step {k + 1}, shape {shape}"
     return reports

@@ -317,6 +317,15 @@ def test_the_package_imports_one_optimizer_at_a_time(project: Path) -> None:
     assert "has no optimizer 'Frist'" in done.stdout
 
 
+def test_numbers_in_a_rule_make_names_that_python_can_read(project: Path) -> None:
+    text = rule("first").replace("p = p - lr * m", "p = p - (0.1 * lr) * m / (abs(g) + 1e-6 * lr) - 3 * lr * 1e-20")
+    (project / "specs/first.py").write_text(text)
+    run(names=("first",))
+    for name, source in content(project / "generated").items():
+        if name.endswith(".py"):
+            compile(source, name, "exec")
+
+
 def test_init_text_is_sorted() -> None:
     assert init_text({"B": "b", "A": "a"}) == init_text({"A": "a", "B": "b"})
     compile(init_text({"A": "a"}), "generated/__init__.py", "exec")
@@ -378,3 +387,18 @@ def test_a_cache_that_others_may_write_is_not_used(project: Path, monkeypatch: p
     assert compiling.is_private(shared)
     assert not compiling.is_private(project / "link")
     compiling.cache_folder.cache_clear()
+
+
+def test_a_ready_made_optimizer_takes_plans_that_were_not_built(tmp_path: Path) -> None:
+    code = (
+        "import torch\nfrom optgen.optim import Lion\n"
+        "assert 'split32' not in Lion.PLANS\n"
+        "p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)); p.grad = torch.ones_like(p)\n"
+        "opt = Lion([p], lr=0.5, plan='split32')\nopt.step()\n"
+        "assert 'weight_low' in opt.state[p] and (p < 1).all()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

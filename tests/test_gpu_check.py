@@ -330,20 +330,26 @@ def test_right_kernels_pass(tmp_path: Path, interpreter: dict[str, str]) -> None
     assert "1 of 1 settings agree" in done.stdout
 
 
-def broken(tmp_path: Path, spec: str, plan: str, old: str, new: str) -> Path:
-    """A folder whose package `generated` has one line of one file changed."""
+def broken(tmp_path: Path, spec: str, plan: str, pattern: str, by: str) -> Path:
+    """A folder whose package `generated` has the kernels of one plan changed."""
     folder = tmp_path / "broken"
     shutil.copytree(ROOT / "generated", folder / "generated", ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / "generated" / spec / plan / "triton_kernels.py"
     text = path.read_text(encoding="utf-8")
-    assert old in text
-    path.write_text(text.replace(old, new), encoding="utf-8")
+    changed = re.sub(pattern, by, text)
+    assert changed != text
+    path.write_text(changed, encoding="utf-8")
     return folder
+
+
+def store(field: str, by: str, value: str = ".+") -> tuple[str, str]:
+    """What changes the value that kernels store to a field; \\1 is the value, which looks like `value`."""
+    return rf"put\({field}_ptr, at, ({value}), live, MASKED\)", f"put({field}_ptr, at, {by}, live, MASKED)"
 
 
 def test_a_wrong_kernel_fails(tmp_path: Path, interpreter: dict[str, str]) -> None:
     """The moment grows by a hundredth of a percent more than it should."""
-    folder = broken(tmp_path, "lion", "fp32", "put(exp_avg_ptr, at, exp_avg,", "put(exp_avg_ptr, at, exp_avg * 1.0001,")
+    folder = broken(tmp_path, "lion", "fp32", *store("exp_avg", r"(\1) * 1.0001"))
     given = ["--only", "correctness", "--kernels", "lion.fp32.float32"]
     done = dry_run(tmp_path, *given, generated=folder, environment=interpreter)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -363,8 +369,8 @@ def test_a_kernel_that_cannot_run_fails(tmp_path: Path, interpreter: dict[str, s
 
 @pytest.mark.slow
 def test_wrong_rounding_of_codes_fails(tmp_path: Path, interpreter: dict[str, str]) -> None:
-    """A code that is one too high is within the bound of every single element: only counting finds it."""
-    folder = broken(tmp_path, "lion", "int8_split24", "(exp_avg_code + 128)", "(exp_avg_code + 129)")
+    """A code that is one off is within the bound of every single element: only counting finds it."""
+    folder = broken(tmp_path, "lion", "int8_split24", *store("exp_avg", r"(\1) ^ 1", r".+\.to\(tl\.uint8\)"))
     given = ["--only", "correctness", "--kernels", "lion.int8_split24.float32"]
     done = dry_run(tmp_path, *given, generated=folder, environment=interpreter)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -722,3 +722,12 @@ def test_a_spec_needs_no_torch_and_no_sympy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=SPECS.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("use", [sqrt, lambda s: maximum(s, 1.0), lambda s: where(s > 0, s, 0.0), abs], ids=str)
+def test_functions_of_a_state_that_is_off_are_refused(use: Any) -> None:
+    from optgen.lang.values import Absent
+
+    with pytest.raises(UserError) as caught:
+        use(Absent("extra", "amsgrad"))
+    assert caught.value.code == "E105"

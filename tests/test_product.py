@@ -15,6 +15,7 @@ import torch
 from optgen.lang import hyper, nonneg, optimizer, sqrt, state
 from optgen.lang import sign as sign_of
 from optgen.runtime.keys import step_key
+from optgen.verify.intervals import FAST, STRICT
 from tests import harness, product
 from tests.product import DEFAULT, PARAMS, PLANS, SPECS, Cell, Run, settings_of
 
@@ -52,7 +53,9 @@ def test_every_rule_fits_every_plan() -> None:
 
 @optimizer(cite="none", name="Hostile")
 def hostile(
-    p, g, t,
+    p,
+    g,
+    t,
     first=state(),
     block=state(nonneg),
     *,
@@ -89,7 +92,7 @@ def test_an_author_may_use_any_name(maths: str, tmp_path: Path, monkeypatch: pyt
         run = Run(built, torch.randn(shape, generator=draw))
         for _ in range(3):
             g = torch.randn(shape, generator=draw).bfloat16()
-            fast, model = run.copy(), product.FAST if maths == "fast" else product.STRICT
+            fast, model = run.copy(), FAST if maths == "fast" else STRICT
             inside, exact = run.enclosed(model), run.oracle(g)
             pair.run_triton(fast.buffers, g, run.steps + 1, step_key(0, run.steps + 1), run.stream, **run.hypers)
             after = fast.decoded()

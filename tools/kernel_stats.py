@@ -16,6 +16,9 @@ targets are read from the assembly text the compiler prints.
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
+import inspect
 import json
 import re
 import shutil
@@ -31,6 +34,10 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # generated/, specs/ and optgen/ of this checkout
 
 TARGETS: Mapping[str, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -77,6 +84,8 @@ def compile_for(
     if missing := [name for name in fn.arg_names if name not in signature and name not in constexprs]:
         raise ValueError(f"{fn.__name__}: neither a type nor a value is given for {', '.join(missing)}")
     attrs = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    # Kernels ask the driver what they are compiled for; there is none on a machine without a GPU.
+    driver.set_active(_NoDevice(target))
     kernel = triton.compile(
         ASTSource(fn, types, dict(constexprs), attrs),
         target=target,
@@ -85,6 +94,16 @@ def compile_for(
     read = _read_nvidia if target.backend == "cuda" else _read_amd
     listing, registers, stack = read(kernel.asm)
     return Compiled(fn.__name__, target, num_warps, listing, registers, int(kernel.metadata.shared), stack)
+
+
+@dataclass(frozen=True)
+class _NoDevice:
+    """The part of a driver that compiling needs."""
+
+    target: GPUTarget
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
 
 
 def _read_nvidia(asm: Mapping[str, Any]) -> tuple[str, int, int]:
@@ -330,13 +349,150 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def kernels() -> Iterable[Job]:
-    """The kernels the command line counts.
+# What the performance tests hold to their baselines: the rules with one and two moments, and what storage costs.
+CHOSEN: Sequence[tuple[str, str, str]] = (
+    ("adamw", "int8_split24", "bfloat16"),
+    ("adamw", "int8_rn_split24", "bfloat16"),
+    ("adamw", "fp32", "float32"),
+    ("lion", "int8_split24", "bfloat16"),
+    ("lion", "int8_rn_split24", "bfloat16"),
+    ("sgd", "int8_split24", "bfloat16"),
+    ("sgd", "int8_rn_split24", "bfloat16"),
+)
+BASELINES = ROOT / "tests" / "baselines" / "kernel_stats.json"
+_POINTERS = {"table": "*i64", "work": "*i32", "step_key": "i32"}
 
-    To be filled in by whoever owns the list of generated kernels: import the generated modules inside this function
-    (nothing of the project is imported at the top) and yield one `Job` for each kernel and plan.
-    """
-    return ()
+
+def jobs_of(name: str, fn: Any, tile: int, grad: str) -> Iterable[Job]:
+    """A generated kernel as jobs: `tile` elements for 32 lanes, as many for each on targets with more."""
+    import triton.language as tl
+
+    unrolled = re.search(r"loop_unroll_factor=(\d+)", inspect.getsource(fn.fn))
+    constants = {"GRAD": getattr(tl, grad), "TILES": 16, "RAGGED": False, "ALIGNED": True}
+    signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in {*constants, "TILE"}}
+    for target, gpu in TARGETS.items():
+        size = tile * gpu.warp_size // 32
+        yield Job(
+            name,
+            fn,
+            signature,
+            {**constants, "TILE": size},
+            elements=size * (int(unrolled[1]) if unrolled else 1),
+            aligned=("table", "work"),
+            targets=(target,),
+        )
+
+
+def generated() -> Iterable[Job]:
+    """The kernels of generated/."""
+    for path in sorted(ROOT.glob("generated/*/*/triton_kernels.py")):
+        spec, plan = path.parts[-3:-1]
+        module = importlib.import_module(f"generated.{spec}.{plan}.triton_kernels")
+        for function, tile in module.TILE.items():
+            # A function is named after the parameters it is for; the gradient's dtype is theirs.
+            grad = next((d for d in ("bfloat16", "float16") if f"_{d}" in function), "float32")
+            yield from jobs_of(f"{spec}.{plan}.{function}", getattr(module, function), tile, grad)
+
+
+def chosen() -> Iterable[Job]:
+    """The kernels of CHOSEN, built from the specs as they are now."""
+    from optgen.backends import triton as backend
+    from optgen.backends import wrapper
+    from optgen.driver import emit, targets
+
+    for spec_name, plan_name, param in CHOSEN:
+        spec = getattr(importlib.import_module(f"specs.{spec_name}"), spec_name)
+        plan = getattr(importlib.import_module("specs.plans"), plan_name)
+        cases = [c for c in targets.cases(spec, plan) if c.storage.param.torch == param and not c.small]
+        # The default setting of the flags; rules of which only a derived flag differs are wanted with it on.
+        wanted = {f.name: f.default or f.nonzero is not None for f in spec.flags}
+        case = max(cases, key=lambda c: sum(wanted[k] == v for k, v in dict(c.flags).items()))
+        schedule = emit.compile_case(spec, case, "fast").fast
+        tile = backend.tile_elements(schedule)
+        text = wrapper.render(
+            "triton.py.j2",
+            header="",
+            helpers=backend.helpers([schedule]),
+            kernels=[backend.kernel(schedule, "kernel")],
+            tiles={"kernel": tile},
+        )
+        yield from jobs_of(f"{spec_name}.{plan_name}", _module(f"{spec_name}_{plan_name}", text).kernel, tile, param)
+
+
+def _module(name: str, text: str) -> Any:
+    """A module of that source; Triton reads kernels back from a file."""
+    path = Path(tempfile.mkdtemp(prefix="kernel_stats_"), f"{name}.py")
+    path.write_text(text, encoding="utf-8")
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def flashoptim() -> Iterable[Job]:
+    """FlashOptim's AdamW with 8-bit states and a 24-bit weight, as it is launched; none where it is not installed."""
+    try:
+        from flashoptim import optimizers
+    except ImportError:
+        return
+    import triton.language as tl
+
+    fn = optimizers._triton_adam_kernel
+    pointers = ("mom_ptr", "mom_scales_f16_ptr", "var_ptr", "var_scales_f16_ptr", "param_ptr", "grad_ptr", "ecc_ptr")
+    types = ("*i8", "*fp16", "*u8", "*fp16", "*bf16", "*bf16", "*i8")
+    signature = dict(zip(pointers, types, strict=True)) | {"N": "i32", "step": "i32"}
+    signature |= dict.fromkeys(("lr", "beta1", "beta2", "eps", "weight_decay"), "fp32")
+    constants = dict(
+        GROUP_SIZE=32, DECOUPLED_WEIGHT_DECAY=True, PARAM_DTYPE=tl.bfloat16, USE_ECC=True, QUANTIZE_OPTIM_STATES=True,
+        SIGNED_ERROR_T=tl.int8, NUM_MANTISSA_BITS=7, SIGNED_MAX_VAL=127, BLOCK_SIZE_N=1024,
+    )  # fmt: skip
+    aligned = (*pointers, "N")
+    yield Job("flashoptim.adamw", fn, signature, constants, 1024, 4, aligned, options={"enable_fp_fusion": True})
+
+
+def kernels() -> Iterable[Job]:
+    """The kernels the command line counts: those of generated/ where there are any, else the chosen ones."""
+    found = list(generated())
+    yield from found or chosen()
+    yield from flashoptim()
+
+
+def count(job: Job, target: str) -> Stats:
+    compiled = compile_for(
+        job.fn, job.signature, job.constexprs, TARGETS[target], job.num_warps, aligned=job.aligned, **job.options
+    )
+    return analyse(compiled, job.elements)
+
+
+def update(results: Mapping[str, Stats]) -> None:
+    """Writes the counts as this Triton version's baselines."""
+    kept = json.loads(BASELINES.read_text(encoding="utf-8")) if BASELINES.exists() else {}
+    kept[triton.__version__] = {
+        name: {"per_element": s.per_element, "registers": s.registers} for name, s in sorted(results.items())
+    }
+    BASELINES.parent.mkdir(exist_ok=True)
+    BASELINES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def show(results: Mapping[str, Stats], opcodes: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("kernel", "target", title=f"Triton {triton.__version__}: the main loop, per element")
+    for column in ("instructions", "special", "conversions", "registers", "shared", "spilled"):
+        table.add_column(column, justify="right")
+    table.add_column("loads")
+    table.add_column("stores")
+    for name, s in results.items():
+        each = s.elements_per_thread
+        special = s.classes.get("xu", 0) + s.classes.get("trans", 0)
+        numbers = (s.per_element, special / each, s.classes.get("convert", 0) / each)
+        row = [*name.split(" "), *(f"{x:.1f}" for x in numbers), str(s.registers), str(s.shared), str(s.stack)]
+        table.add_row(*row, _widths(s.loads), _widths(s.stores))
+        if opcodes:
+            table.add_row("", "", *[""] * 6, "  ".join(f"{o}:{n / each:.2f}" for o, n in s.opcodes.items()))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -344,34 +500,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Instructions per element of the generated kernels, without a GPU.")
     parser.add_argument("names", nargs="*", help="only the kernels whose name contains one of these")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="default: all of them")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of text")
+    parser.add_argument("--chosen", action="store_true", help="those of the performance tests, built from the specs")
+    parser.add_argument("--update", action="store_true", help="write the chosen kernels' counts as the baselines")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")
     parser.add_argument("--opcodes", action="store_true", help="also list the opcodes of the main loop")
-    chosen = parser.parse_args(arguments)
-    spilled = False
-    for job in kernels():
-        if chosen.names and not any(name in job.name for name in chosen.names):
+    asked = parser.parse_args(arguments)
+    results: dict[str, Stats] = {}
+    for job in chosen() if asked.chosen or asked.update else kernels():
+        if asked.names and not any(name in job.name for name in asked.names):
             continue
         for target in job.targets:
-            if chosen.target and target not in chosen.target:
+            if asked.target and target not in asked.target:
                 continue
-            compiled = compile_for(
-                job.fn,
-                job.signature,
-                job.constexprs,
-                TARGETS[target],
-                job.num_warps,
-                aligned=job.aligned,
-                **job.options,
-            )
-            stats = analyse(compiled, job.elements)
-            spilled |= stats.stack > 0
-            if chosen.json:
-                print(json.dumps({"kernel": job.name, "triton": triton.__version__, **asdict(stats)}))
-                continue
-            print(job.name, stats)
-            if chosen.opcodes:
-                print("   ", "  ".join(f"{opcode}:{count}" for opcode, count in stats.opcodes.items()))
-    return int(spilled)
+            stats = results[f"{job.name} {target}"] = count(job, target)
+            if asked.json:
+                print(json.dumps({"kernel": job.name, "triton": triton.__version__, **asdict(stats)}), flush=True)
+    if asked.update:
+        update(results)
+    if not asked.json:
+        show(results, asked.opcodes)
+    return int(any(s.stack > 0 for s in results.values()))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One cell: the worst error / bound of the weight and of the states, the share of values with a bound, or why not."""
+    """One cell: the worst error / bound of weight and states, the share of values with a bound, or what failed."""
 
     cell: Cell
     weight: float = 0.0
@@ -91,8 +91,7 @@ class Kernels:
 
 def compile_pair(pair: tuple[str, str]) -> Kernels:
     """Cross-compiles every kernel of a pair; in a process that compiles."""
-    from kernel_stats import compile_for
-    from kernel_stats import TARGETS as machines
+    import kernel_stats
 
     from optgen.driver import emit
 
@@ -105,7 +104,8 @@ def compile_pair(pair: tuple[str, str]) -> Kernels:
             for target in TARGETS:
                 label = f"{name} under {pair[1]} for {target}"
                 try:
-                    made = compile_for(*_job(getattr(module, name), name, elements), machines[target])
+                    machine = kernel_stats.TARGETS[target]
+                    made = kernel_stats.compile_for(*_job(getattr(module, name), name, elements), machine)
                 except Exception as error:  # any failure belongs into the report, with its kernel
                     out.failed.append(f"{label}: {type(error).__name__}: {str(error)[:200]}")
                     continue

@@ -108,8 +108,8 @@ def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths
     if plan.loc:
         lines.append(f"#   plan      {plan_file}:{plan.loc.line}  sha256 {targets.digest(plan.loc.file)}")
     lines += [f"#   rebuild   {command}", f"#   explain   optgen explain {spec.name} --plan {plan.name}", "#"]
-    lines += [f"#   {line}".rstrip() for line in explain.storage_lines(spec, compiled[0].case.storage)]
     first = next((c for c in compiled if c.case.param.torch == "bfloat16" and not c.case.small), compiled[0])
+    lines += [f"#   {line}".rstrip() for line in explain.storage_lines(spec, first.case.storage)]
     read, written = first.fast.traffic
     lines.append(
         f"#   traffic   {read + written:g} B per {first.case.param.torch} parameter and step: "

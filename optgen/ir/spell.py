@@ -34,4 +34,6 @@ def spell(node: Node) -> str:
 def name_for(node: Node, fallback: str) -> str:
     """`spell`, or the fallback where that would be longer than a line of maths should carry."""
     name = spell(node)
+    if not name[0].isalpha():
+        name = f"by_{name}"  # 0.1 * lr
     return name if len(name) <= LIMIT else fallback

@@ -189,8 +189,20 @@ class Value:
         return f"Value({self.node!r})"
 
 
+class AbsentReader:
+    """What reads a state that is off: refuses every function of it."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **_: Any) -> Any:
+            raise next(a for a in args if isinstance(a, Absent)).refusal()
+
+        return refuse
+
+
 class Absent:
     """A state that is off under the flags of this trace: it may be carried to `return`, never computed with."""
+
+    reader = AbsentReader()
 
     def __init__(self, name: str, when: str) -> None:
         self.name = name
@@ -201,10 +213,6 @@ class Absent:
 
     def refuse(self, *_: object, **__: object) -> Any:
         raise self.refusal()
-
-    @property
-    def reader(self) -> Absent:
-        return self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -166,6 +166,8 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
     new_states = {name: Value(rewrite(node)) for name, node in trace.states.items()}
     words, stores = _encode_all(spec, storage, Value(rewrite(trace.p)), new_states, stochastic=True)
     body += words
+    used = set(ir.loads([let.node for let in body] + [s.node for s in stores]))
+    buffers = tuple(replace(b, reads=b.name in used) for b in buffers)
     names = hyper_names(spec)
     present_host = spec.present_host(flags)
     return Program(

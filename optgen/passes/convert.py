@@ -151,9 +151,13 @@ class Converter:
 
     def decided(self, node: Node) -> Node:
         a, b = (self.intervals(x) for x in node.args)
-        if a[1] < b[0]:
-            return ir.const(node.op != "eq", dtypes.boolean)
-        if b[1] < a[0]:
+        if node.op == "eq":
+            apart = a[1] < b[0] or b[1] < a[0]
+            return ir.const(False, dtypes.boolean) if apart else node
+        strict = node.op == "lt"
+        if a[1] < b[0] or (not strict and a[1] == b[0]):
+            return ir.const(True, dtypes.boolean)
+        if b[1] < a[0] or (strict and b[1] == a[0]):
             return ir.const(False, dtypes.boolean)
         return node
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from optgen.ir import node as ir
@@ -28,7 +29,7 @@ from optgen.ir.program import Program
 from optgen.ir.ranges import Intervals, never_zero
 from optgen.ops import dtypes, spaces
 
-_PY = {
+_PY: dict[str, Callable[..., float]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,

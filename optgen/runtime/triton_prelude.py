@@ -1,7 +1,7 @@
 """Device functions that generated kernels share: masked access, block reductions, bf16 rounding.
 
-`MASKED` is decided at compile time: full tiles are read and written without masks.  Plain Triton only: no
-libdevice, no inline assembly, so that everything here runs in Triton's interpreter as well.
+`MASKED` is decided at compile time: full tiles are read and written without masks.  Everything here runs in Triton's
+interpreter as well: no libdevice, and inline assembly for one instruction only, which has a twin without.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ import os
 
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
+from triton.runtime.jit import constexpr_function
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@constexpr_function
+def machine():
+    """What is compiled for: "cuda", "hip", or "" where that is unknown or Triton's interpreter runs."""
+    target = None if INTERPRETED.value else current_target()
+    return "" if target is None else target.backend
 
 
 @triton.jit
@@ -82,17 +91,28 @@ def pointer(entry, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x for x >= 0, within 3 ulp: the square of the hardware's reciprocal root."""
-    y = tl.rsqrt(x)
-    return y * y
+    """1 / x for x >= 0, within 3 ulp; of a subnormal it may be Inf, and subnormal results may be 0.
+
+    An instruction within an ulp where the machine is known, else the square of its reciprocal root.  Triton's own
+    division is seven instructions more, for divisors near the ends of the range.
+    """
+    if machine() == "cuda":
+        out = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    elif machine() == "hip":
+        out = tl.inline_asm_elementwise("v_rcp_f32 $0, $1", "=v,v", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        root = tl.rsqrt(x)
+        out = root * root
+    return out
 
 
 @triton.jit
 def inverse(x):
-    """1 / x for a positive finite x, within an ulp: a Newton step after `reciprocal`."""
-    y = tl.rsqrt(x)
-    y = y * y
-    return tl.fma(tl.fma(-x, y, 1.0), y, y)
+    """1 / x for a positive finite x, within an ulp: a Newton step where `reciprocal` is a square."""
+    out = reciprocal(x)
+    if machine() == "":
+        out = tl.fma(tl.fma(-x, out, 1.0), out, out)
+    return out
 
 
 @triton.jit

@@ -24,6 +24,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -114,18 +115,30 @@ def allowance(rule: Rule, before: Mapping[str, Tensor], g: Tensor, scalars: Sequ
 
     for name, value in before.items():
         reach = REACH_OF_WEIGHT if name == "p" else REACH
-        add(lambda s, n=name, v=value, r=reach: rule.run({**before, n: v * (1 + s * r)}, g, scalars))
+        add(partial(_change_state, rule, before, g, scalars, name, value * reach))
     add(lambda s: rule.run(before, g * (1 + s * REACH), scalars))
     for k, scalar in enumerate(scalars):
         if scalar != 0:
-            changed = [[*scalars[:k], scalar * (1 + s * REACH), *scalars[k + 1 :]] for s in (1.0, -1.0)]
-            add(lambda s, c=changed: rule.run(before, g, c[s < 0]))
+            add(partial(_change_scalar, rule, before, g, scalars, k))
     for name, total in moved.items():
         # A rule may not feel the size of an input (Adam's first step does not feel the gradient's), but its
         # operations round all the same: the result as one operation, the change that it made as a whole chain.
         total += OPERATION * exact[name].double().abs()
         total += REACH * (exact[name].double() - before[name].double()).abs() + FLUSHED
     return moved
+
+
+def _change_state(
+    rule: Rule, before: Mapping[str, Tensor], g: Tensor, scalars: Sequence[float], name: str, by: Tensor, sign: float
+) -> Values:
+    return rule.run({**before, name: before[name] + sign * by}, g, scalars)
+
+
+def _change_scalar(
+    rule: Rule, before: Mapping[str, Tensor], g: Tensor, scalars: Sequence[float], k: int, sign: float
+) -> Values:
+    changed = scalars[k] * (1 + sign * REACH)
+    return rule.run(before, g, [*scalars[:k], changed, *scalars[k + 1 :]])
 
 
 # After rounding -------------------------------------------------------------------------------------------------------
@@ -224,8 +237,9 @@ class Verdict:
         for owner in ("p", *variant.states):
             a, b, move = ours[owner].double(), theirs[owner].double(), allowed[owner]
             bound, cell = move, cells(module, variant, reference, owner, theirs[owner])
-            if cell is not None:
-                bound = bound + cell + cells(module, variant, kernel, owner, ours[owner])
+            other = cells(module, variant, kernel, owner, ours[owner])
+            if cell is not None and other is not None:
+                bound = move + cell + other
                 flips[owner] = (move * TYPICAL / cell).nan_to_num(nan=0.0, posinf=1.0).clamp(max=1.0)
             self._hold(owner, a, b, bound, where)
         if reference.p.dtype != torch.float32:
@@ -248,9 +262,9 @@ class Verdict:
 
     def _hold_visible(self, a: Tensor, b: Tensor, kept: Tensor, allowed: Tensor, where: str) -> None:
         """The narrow weight that the model sees rounds the kept one: within one of its own cells."""
-        values = [x.float().double() for x in (a, b)]
-        cell = (_neighbours(b)[0].float().double() - values[1]).abs()
-        self._hold("visible weight", *values, cell + kept.double() + allowed, where)
+        got, want = a.double(), b.double()
+        cell = (_neighbours(b)[0].double() - want).abs()
+        self._hold("visible weight", got, want, cell + kept.double() + allowed, where)
 
     def _count(
         self,

@@ -123,9 +123,9 @@ def generated_contenders(backend: str) -> list[Contender]:
 
 def peers() -> tuple[list[Contender], dict[str, str]]:
     """(those that can be imported here, name -> why not for the rest)."""
-    adamw = {"lr": 1e-3, "betas": BETAS, "weight_decay": 0.01}
-    lion = {"lr": 1e-3, "betas": LION_BETAS, "weight_decay": 0.01}
-    sgd = {"lr": 1e-3, "momentum": MOMENTUM}
+    adamw: dict[str, Any] = {"lr": 1e-3, "betas": BETAS, "weight_decay": 0.01}
+    lion: dict[str, Any] = {"lr": 1e-3, "betas": LION_BETAS, "weight_decay": 0.01}
+    sgd: dict[str, Any] = {"lr": 1e-3, "momentum": MOMENTUM}
     bf16, fp32 = torch.bfloat16, torch.float32
     found = [
         Contender("torch fused AdamW fp32", "adamw", fp32, 28, 12, lambda p: torch.optim.AdamW(p, fused=True, **adamw)),
@@ -202,4 +202,4 @@ def scaled(numel: int, family: Sequence[Contender], memory: float) -> int:
     need = max(first.kept + c.kept + first.dtype.itemsize + (c.dtype != first.dtype) * c.dtype.itemsize for c in family)
     if numel * need <= memory:
         return numel
-    return 125 * 2 ** int(math.log2(max(memory / need / 125, 1)))
+    return 125 << int(math.log2(max(memory / need / 125, 1)))
