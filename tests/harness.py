@@ -66,9 +66,10 @@ class Pair:
             helpers=triton.helpers([kernels]),
             kernels=[triton.kernel(kernels, "f")],
             tiles={"f": 256},
+            registers={},
         )
         self.triton = _module(folder / "tri.py", rendered)
-        head = "import math\nfrom optgen.runtime.scalars import divide, root\n"
+        head = "import math\nfrom optgen.runtime.scalars import divide, exp, floor, log, power, root\n"
         lines = host.scalars_function(s.program, unpack_of(spec), "reference")
         lines += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
         self.host = _module(folder / "host.py", head + "\n".join(lines) + "\n")

@@ -138,3 +138,9 @@ def test_bits_of_a_masked_integer_are_a_nonnegative_float() -> None:
     low, high = ranges([value], {})[value.uid]
     assert low == 0.0
     assert high >= struct.unpack("<f", struct.pack("<i", 0x7F7F8000))[0]
+
+
+@pytest.mark.parametrize(("low", "high", "want"), [(-5.7, -0.5, (-5, 0)), (0.3, 5.7, (0, 5)), (-0.9, 300.2, (0, 300))])
+def test_a_float_cast_to_an_integer_is_cut_towards_zero(low: float, high: float, want: tuple[int, int]) -> None:
+    cut = ir.op("cast", ir.op("mul", ir.sym("x"), ir.const(1.0)), attr=dtypes.i32)
+    assert ranges([cut], {"x": (low, high)})[cut.uid] == want

@@ -724,7 +724,11 @@ def test_a_spec_needs_no_torch_and_no_sympy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("use", [sqrt, lambda s: maximum(s, 1.0), lambda s: where(s > 0, s, 0.0), abs], ids=str)
+@pytest.mark.parametrize(
+    "use",
+    [sqrt, lambda s: maximum(s, 1.0), lambda s: where(s > 0, s, 0.0), abs],
+    ids=["sqrt", "maximum", "where", "abs"],
+)
 def test_functions_of_a_state_that_is_off_are_refused(use: Any) -> None:
     from optgen.lang.values import Absent
 

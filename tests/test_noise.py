@@ -21,10 +21,10 @@ N = 1 << 18
 SIGMAS = 6.0
 
 
-def words(stream: int, step: int, k: int = 0) -> torch.Tensor:
-    """The words of N consecutive elements, uint32 in int64."""
+def words(stream: int, step: int, k: int = 0, count: int = N) -> torch.Tensor:
+    """The words of `count` consecutive elements, uint32 in int64."""
     code = Printer(SPELL, {}).text(word(k))
-    names = {"b": Blocks(torch.empty(N), 1), "stream_key": stream, "step_key": step, "torch": torch, "rotl": rotl}
+    names = {"b": Blocks(torch.empty(count), 1), "stream_key": stream, "step_key": step, "torch": torch, "rotl": rotl}
     return eval(code, names).long() & 0xFFFFFFFF
 
 
@@ -74,7 +74,7 @@ def test_words_of_one_element_are_independent() -> None:
 def test_one_element_over_many_steps_is_uniform() -> None:
     """What a weight sees: the same index, a new step key each time; its 12-bit field over 16 cells."""
     stream = stream_key("w")
-    draws = torch.stack([words(stream, step_key(0, t))[:64] for t in range(1, 1025)])  # steps x elements
+    draws = torch.stack([words(stream, step_key(0, t), count=64) for t in range(1, 1025)])  # steps x elements
     for shift in (20, 8, 0):
         cell = (draws >> shift) & 15
         counts = torch.stack([(cell == c).sum(0) for c in range(16)]).double()

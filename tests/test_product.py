@@ -40,9 +40,13 @@ def cells() -> list[object]:
 
 @pytest.mark.parametrize("cell", cells())
 def test_a_cell_is_right(cell: Cell, tmp_path: Path) -> None:
-    """Its bound is claimed for every element of the first step, and kept at each."""
+    """Its kernel is its reference, and each step is within its bound, which is there for every element.
+
+    FlashOptim's scales alone have ranges too narrow to promise anything for gradients of 1e-6.
+    """
     for report in product.check(cell, tmp_path):
         assert report.ok, [report.worst[name] for name in report.broken]
+        assert report.claimed == 1 or cell.plan == "flashoptim"
 
 
 def test_every_rule_fits_every_plan() -> None:

@@ -294,6 +294,7 @@ def test_sparse_gradient_is_refused_before_anything_changes(dtype: torch.dtype) 
     params[1].grad = sparse(params[1])
     with pytest.raises(RuntimeError, match=r"sparse gradients: parameter 1 \("):
         opt.step()
+    opt.param_groups[0]["lr"] = 1e-2
     assert snapshot(opt) == before
 
 
@@ -1123,3 +1124,16 @@ def test_variants_may_share_functions_and_give_the_kernel_scalars_of_its_own() -
     assert (shared.step_name, shared.kernel_name, shared.codec_name) == ("s", "k", "c")
     assert shared.host_for(False) == (strict, 2)
     assert shared.host_for(True) == (fast, 1)
+
+
+def test_a_hyper_parameter_set_out_of_range_stops_the_step_before_anything_changes() -> None:
+    params = parameters()
+    opt = AdamW(params, lr=1e-2)
+    give_gradients(params, 0)
+    opt.step()
+    before = snapshot(opt)
+    opt.param_groups[0]["lr"] = -1e-3
+    with pytest.raises(ValueError, match=r"lr must be >= 0, but its group has -0.001"):
+        opt.step()
+    opt.param_groups[0]["lr"] = 1e-2
+    assert snapshot(opt) == before

@@ -363,10 +363,12 @@ BASELINES = ROOT / "tests" / "baselines" / "kernel_stats.json"
 _POINTERS = {"table": "*i64", "work": "*i32", "step_key": "i32"}
 
 
-def jobs_of(name: str, fn: Any, tile: int, grad: str) -> Iterable[Job]:
+def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
     """A generated kernel as jobs: `tile` elements for 32 lanes, as many for each on targets with more."""
     import triton.language as tl
 
+    fn, tile = getattr(module, function), module.TILE[function]
+    limits = getattr(module, "OPTIONS", {}).get(function, {})
     unrolled = re.search(r"loop_unroll_factor=(\d+)", inspect.getsource(fn.fn))
     constants = {"GRAD": getattr(tl, grad), "TILES": 16, "RAGGED": False, "ALIGNED": True}
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in {*constants, "TILE"}}
@@ -380,6 +382,7 @@ def jobs_of(name: str, fn: Any, tile: int, grad: str) -> Iterable[Job]:
             elements=size * (int(unrolled[1]) if unrolled else 1),
             aligned=("table", "work"),
             targets=(target,),
+            options=limits if gpu.backend == "cuda" else {},
         )
 
 
@@ -388,10 +391,10 @@ def generated() -> Iterable[Job]:
     for path in sorted(ROOT.glob("generated/*/*/triton_kernels.py")):
         spec, plan = path.parts[-3:-1]
         module = importlib.import_module(f"generated.{spec}.{plan}.triton_kernels")
-        for function, tile in module.TILE.items():
+        for function in module.TILE:
             # A function is named after the parameters it is for; the gradient's dtype is theirs.
             grad = next((d for d in ("bfloat16", "float16") if f"_{d}" in function), "float32")
-            yield from jobs_of(f"{spec}.{plan}.{function}", getattr(module, function), tile, grad)
+            yield from jobs_of(f"{spec}.{plan}.{function}", module, function, grad)
 
 
 def chosen() -> Iterable[Job]:
@@ -415,8 +418,10 @@ def chosen() -> Iterable[Job]:
             helpers=backend.helpers([schedule]),
             kernels=[backend.kernel(schedule, "kernel")],
             tiles={"kernel": tile},
+            registers={"kernel": backend.registers(schedule)},
         )
-        yield from jobs_of(f"{spec_name}.{plan_name}", _module(f"{spec_name}_{plan_name}", text).kernel, tile, param)
+        module = _module(f"{spec_name}_{plan_name}", text)
+        yield from jobs_of(f"{spec_name}.{plan_name}", module, "kernel", param)
 
 
 def _module(name: str, text: str) -> Any:

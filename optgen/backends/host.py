@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program
-from optgen.ir.ranges import never_zero
+from optgen.ir.ranges import Intervals, never_zero
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,33 @@ def _div(p: Printer, n: Node) -> Text:
     return p.call("divide", *n.args)
 
 
+def _pow(p: Printer, n: Node) -> Text:
+    """base**exponent as it stands where it cannot overflow: 0 <= base <= 1 and exponent >= 0, beta**step above all."""
+    assert isinstance(p, HostPrinter)
+    base, exponent = (p.intervals(a) for a in n.args)
+    if base[0] >= 0 and base[1] <= 1 and exponent[0] >= 0:
+        return f"{p.text(n.args[0], 41)}**{p.text(n.args[1], 40)}", 40
+    return p.call("power", *n.args)
+
+
+class HostPrinter(Printer):
+    """A printer that knows the intervals of the hyper-parameters and the step."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(HOST, {})
+        self.intervals = Intervals(dict(program.ranges))
+
+
 HOST: dict[str, Spelling] = {
     "const": _const,
     "sym": lambda p, n: (str(n.attr), ATOM),
     "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
-    "pow": lambda p, n: (f"{p.text(n.args[0], 41)}**{p.text(n.args[1], 40)}", 40),
+    "pow": _pow,
     "div": _div,
     "sqrt": _function("root"),
-    "exp": _function("math.exp"),
-    "log": _function("math.log"),
-    "floor": _function("math.floor"),
+    "exp": _function("exp"),
+    "log": _function("log"),
+    "floor": _function("floor"),
     "abs": _function("abs"),
     "max": _function("max"),
     "min": _function("min"),
@@ -68,7 +87,7 @@ def scalars_function(program: Program, unpack: tuple[Unpack, ...], function: str
     for u in unpack:
         if u.parts != (u.name,) and read & set(u.parts):
             out.append(f"    {', '.join(u.parts)} = {u.name}")
-    printer = Printer(HOST, {})
+    printer = HostPrinter(program)
     lines = [(f"{let.name} = {printer.bind(let)}", comment_of(let)) for let in _statements(program)]
     out += [f"    {line}" for line in with_comments(lines)]
     values = [let.name for let in program.host] + [printer.text(let.node) for let in program.host_stores]
@@ -94,15 +113,10 @@ def _statements(program: Program) -> list[Let]:
     return out + [let for let in program.host if let.node.op != "sym"]
 
 
-def needs(programs: list[Program]) -> tuple[bool, list[str]]:
-    """(whether `math` is used, names to import from optgen.runtime.scalars)."""
-    ops = set()
-    names = set()
-    for p in programs:
-        for n in postorder([let.node for let in (*p.host, *p.host_stores)]):
-            ops.add(n.op)
-            if n.op == "sqrt":
-                names.add("root")
-            if n.op == "div" and not never_zero(n.args[1]):
-                names.add("divide")
-    return bool(ops & {"exp", "log", "floor"}), sorted(names)
+HELPERS = ("divide", "exp", "floor", "log", "power", "root")
+
+
+def needs(functions: Iterable[Iterable[str]]) -> list[str]:
+    """Names that these functions' lines want from optgen.runtime.scalars."""
+    text = "\n".join(line.partition("#")[0] for lines in functions for line in lines)
+    return [name for name in HELPERS if re.search(rf"\b{name}\(", text)]

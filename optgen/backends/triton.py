@@ -16,7 +16,7 @@ from optgen.backends.reference import assemble, bound_lines
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Program, Schedule
 from optgen.ir.ranges import Interval, ranges
-from optgen.ops import dtypes, spaces
+from optgen.ops import spaces
 from optgen.ops.dtypes import DType
 
 TILE = 256  # elements: 8 per thread of one warp; more per thread turns 128-bit accesses into strided ones
@@ -38,9 +38,6 @@ class TritonPrinter(Printer):
         super().__init__(FAST if program.maths == "fast" else STRICT, {})
         self.program = program
         self.intervals = intervals
-
-    def text(self, node: Node, level: int = 0) -> str:
-        return super().text(node, level)
 
     def nonneg(self, node: Node) -> bool:
         return self.intervals.get(node.uid, (-math.inf, 0))[0] >= 0
@@ -65,6 +62,17 @@ def _call(function: str, tail: str = "") -> Spelling:
     def spell(p: Printer, n: Node) -> Text:
         assert isinstance(p, TritonPrinter)
         return f"{function}({', '.join(p.operand(n, a) for a in n.args)}{tail})", ATOM
+
+    return spell
+
+
+def _limit(name: str) -> Spelling:
+    """min and max; of floats, NaN if either is."""
+
+    def spell(p: Printer, n: Node) -> Text:
+        assert isinstance(p, TritonPrinter)
+        tail = ", propagate_nan=tl.PropagateNan.ALL" if n.dtype.is_float else ""
+        return f"tl.{name}({', '.join(p.operand(n, a) for a in n.args)}{tail})", ATOM
 
     return spell
 
@@ -165,8 +173,8 @@ _COMMON: dict[str, Spelling] = {
     "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
     "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
     "abs": _call("tl.abs"),
-    "min": _call("tl.minimum", ", propagate_nan=tl.PropagateNan.ALL"),
-    "max": _call("tl.maximum", ", propagate_nan=tl.PropagateNan.ALL"),
+    "min": _limit("minimum"),
+    "max": _limit("maximum"),
     "fma": _call("tl.fma"),
     "where": _call("tl.where"),
     "sign": _sign,
@@ -181,25 +189,22 @@ _COMMON: dict[str, Spelling] = {
 }  # fmt: skip
 
 
-def _integer_limit(name: str) -> Spelling:
-    def spell(p: Printer, n: Node) -> Text:
-        assert isinstance(p, TritonPrinter)
-        tail = ", propagate_nan=tl.PropagateNan.ALL" if n.dtype.is_float else ""
-        return f"tl.{name}({', '.join(p.operand(n, a) for a in n.args)}{tail})", ATOM
-
-    return spell
-
-
-_COMMON |= {"min": _integer_limit("minimum"), "max": _integer_limit("maximum")}
 STRICT: dict[str, Spelling] = _COMMON | {"div": _strict_div, "sqrt": _call("tl.sqrt_rn")}
 FAST: dict[str, Spelling] = _COMMON | {"block_max": _block_max, "div": _fast_div, "rcp": _rcp, "sqrt": _call("tl.sqrt")}
-
-PRELUDE = ("block_max", "block_min", "get", "put", "reciprocal", "rint", "tile_of_blocks")
 
 
 def tile_elements(schedule: Schedule) -> int:
     """Elements per tile; a tile holds at least one storage block."""
     return max(TILE, schedule.program.block)
+
+
+def registers(schedule: Schedule) -> int | None:
+    """Registers per thread that the kernel fits in without spilling, counted on sm_80 to sm_100; None: no limit."""
+    blocked = {b.owner for b in schedule.program.buffers if b.space.name == "block"}
+    random = any(n.op == "index" for n in postorder(schedule.program.roots()))
+    if len({b.owner for b in schedule.program.buffers if b.role == "state"}) > 2:
+        return None
+    return {0: 64, 1: 64, 2: 96 if random else 72}[len(blocked)]
 
 
 def _pointers(program: Program) -> list[str]:
@@ -227,7 +232,17 @@ def _tile(schedule: Schedule, function: str, source: str) -> list[str]:
             value = f"tl.broadcast_to({value if s.node.space == spaces.host else value + '[:, None]'}, at.shape)"
         lines["encode"].append((f"put({s.buffer}_ptr, {at}, {value}, {live}, MASKED)", ""))
     host = [let.name for let in program.host]
-    names = [*_pointers(program), "at", "at_block", "live", "live_block", "index", *host, *keys(schedule), "MASKED: tl.constexpr"]
+    names = [
+        *_pointers(program),
+        "at",
+        "at_block",
+        "live",
+        "live_block",
+        "index",
+        *host,
+        *keys(schedule),
+        "MASKED: tl.constexpr",
+    ]
     out = ["@triton.jit", *wrapped(f"def {function}_tile(", names)]
     out.append('    """One tile."""')
     return out + [f"    {line}" for line in assemble(lines, source)]

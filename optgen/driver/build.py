@@ -161,7 +161,7 @@ def _units(request: Request, config: Config, manifest: Manifest, outcome: Outcom
         names = dict.fromkeys(w.spec for w in everything)
         asked = [w for name in names for w in plan_wishes(name, request.plans, project)]
     if not asked:
-        raise UserError("E414")
+        raise _nothing(request, config)
     order = list(load.plans(project))
     found: dict[str, tuple[Spec, dict[str, Plan]]] = {}
     for wish in asked:
@@ -179,6 +179,18 @@ def _units(request: Request, config: Config, manifest: Manifest, outcome: Outcom
         listed = [p for p in order if p in everywhere] + sorted(everywhere - set(order))
         out.append(Unit(spec, tuple(plans[p] for p in listed if p in plans), tuple(listed), _reference(spec, project)))
     return out
+
+
+def _nothing(request: Request, config: Config) -> UserError:
+    if request.plans and (request.names or load.entries(request.project)):
+        return UserError(
+            "E414", note=f"no plan or spec matches --plan {' --plan '.join(request.plans)}", hint="optgen list"
+        )
+    if config.build is not None:
+        return UserError(
+            "E414", note="the `build` table of pyproject.toml names no spec that is here", hint="optgen list"
+        )
+    return UserError("E414")
 
 
 def _named(request: Request, everything: Sequence[Wish], manifest: Manifest) -> list[Wish]:
@@ -336,6 +348,8 @@ def _read(path: Path) -> str | None:
         return path.read_bytes().replace(b"\r\n", b"\n").decode("utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise UserError("E413", path=relative(str(path)), why=error.strerror) from error
 
 
 def _compare(out: Path, files: Mapping[str, str], stale: Sequence[str], outcome: Outcome) -> None:
@@ -387,7 +401,9 @@ def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
             (out / name).unlink(missing_ok=True)
         _drop_empty(out, outcome.removed)
     except OSError as error:
-        raise UserError("E413", path=relative(str(error.filename or out)), why=error.strerror) from error
+        raise UserError(
+            "E413", path=relative(str(error.filename2 or error.filename or out)), why=error.strerror
+        ) from error
 
 
 def _drop_empty(out: Path, removed: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")
 SpecName = Annotated[str, typer.Argument(metavar="SPEC", help="A spec: its name, its file, or file.py:name.")]
 PlanName = Annotated[str, typer.Option("--plan", help="A plan: its name, or plans.py:name.")]
 DEFAULT_PLAN = "int8_split24"
+NO_SPECS = "nothing to check: specs/ holds no spec; `optgen new my_rule` starts one"
 
 
 def _choice(option: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -161,20 +162,21 @@ def list_(json: Json = False) -> None:
         plans = [overview.of_plan(p) for p in load.plans().values()]
         t.result |= {"specs": specs, "plans": plans}
         own = ("spec", "class", "as in", "states", "file")
-        t.show(
-            table(
-                "optimizers", own, [(r["name"], r["class"], r["like"], r["states"], relative(r["file"])) for r in specs]
-            )
-        )
+        places = [relative(r["file"]) if r["own"] else "ready-made" for r in specs]
+        rows = [(r["name"], r["class"], r["like"], r["states"], p) for r, p in zip(specs, places, strict=True)]
+        t.show(table("optimizers", own, made))
         rows = [(r["name"], r["bytes"], r["forced"], r["doc"]) for r in plans]
         t.show(table("plans", ("plan", "B/parameter*", "", ""), rows))
         t.show("* AdamW's weight and states for bf16 parameters; gradients not counted")
+        t.show("forced: the lint refuses it for AdamW's kind of states, the plan says why it exists all the same")
 
 
 @app.command()
 def check(
     names: Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Specs; none: the project's.")] = None,
-    plan: Annotated[list[str] | None, typer.Option("--plan", help="Plans (repeatable). [default: all]")] = None,
+    plan: Annotated[
+        list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed). [default: all]")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Read and verify specs, and judge plans for them; build nothing."""
@@ -189,16 +191,21 @@ def check(
             t.show(table("", ("spec", *plans), cells))
         for r in rows:
             for name, verdict in r["plans"].items():
-                if verdict["verdict"] == "refused" or (names and verdict["findings"]):
+                if verdict["verdict"] in ("refused", "does not fit") or (names and verdict["verdict"] != "not yet"):
                     for finding in verdict["findings"]:
                         t.show(f"{r['name']} under {name}: {finding}")
         for text in errors:
             t.log(text, "red")
             t.fail(2)
-        if plan and any(v["verdict"] in ("refused", "does not fit") for r in rows for v in r["plans"].values()):
+        verdicts = {v["verdict"] for r in rows for v in r["plans"].values()}
+        if "forced" in verdicts:
+            t.show("forced: the lint refuses it, the plan says why it exists all the same (optgen explain)")
+        if "not yet" in verdicts:
+            t.show("not yet: it reduces over rows, columns or the tensor; it can be checked, but not built")
+        if plan and verdicts & {"refused", "does not fit"}:
             t.fail(1)
-        if not errors:
-            t.show(f"{len(rows)} specs are fine")
+        elif not errors:
+            t.show(f"{len(rows)} spec{' is' if len(rows) == 1 else 's are'} fine" if rows else NO_SPECS)
 
 
 @app.command()

@@ -128,6 +128,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
     source = f"{targets.source_name(spec.loc.file)}"
     rows: list[dict[str, Any]] = []
     tiles: dict[str, int] = {}
+    limits: dict[str, int | None] = {}
     unpack = unpack_of(spec)
     for c in compiled:
         wanted = function_name(spec, c.case)
@@ -153,16 +154,15 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.program.host])
         codec_name = codecs.add(wanted, code)
         tiles[kernel_name] = triton.tile_elements(c.fast)
+        limits[kernel_name] = triton.registers(c.fast)
         rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))
-    programs = [s.program for c in compiled for s in (c.strict, c.fast)]
-    math, scalar_names = host.needs(programs)
+    scalar_names = host.needs(scalars.functions)
     head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "reference", "triton")}
     schedules = [s for c in compiled for s in (c.strict, c.decode, c.encode)]
     return {
         "__init__.py": wrapper.render(
             "plan.py.j2",
             header=head["tables"],
-            math=math,
             scalar_names=scalar_names,
             small_numel=plan.small_numel,
             functions=scalars.functions,
@@ -180,6 +180,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
             helpers=triton.helpers([c.fast for c in compiled]),
             kernels=kernels.functions,
             tiles=tiles,
+            registers=limits,
         ),
     }
 

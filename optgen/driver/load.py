@@ -10,6 +10,7 @@ import ast
 import contextlib
 import hashlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -220,4 +221,20 @@ def _as_user_error(error: Exception, file: Path) -> UserError:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if Path(frame.f_code.co_filename).parent == file.parent:
             place = of_frame(frame)
-    return UserError("E402", loc=place, kind=type(error).__name__, text=str(error))
+    return UserError("E402", loc=place, kind=type(error).__name__, text=str(error), hint=_meant(error))
+
+
+def _meant(error: Exception) -> str:
+    """A name like the one that is not there; "" where none is near."""
+    source: object
+    if isinstance(error, ImportError):
+        words = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+        source = sys.modules.get(words[2]) if words else None
+        name = words[1] if words else ""
+    elif isinstance(error, AttributeError):
+        name, source = error.name or "", error.obj
+    else:
+        return ""
+    known = [n for n in dir(source) if not n.startswith("_")] if isinstance(source, ModuleType) else []
+    near = did_you_mean(name, known)
+    return near if near.startswith("did you mean") else ""

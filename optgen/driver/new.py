@@ -41,7 +41,11 @@ def new(name: str, project: Path | None = None) -> Path:
     spelled = snake(name)
     if not is_snake(spelled) or spelled in RESERVED or spelled == "plans":
         taken = spelled in RESERVED or spelled == "plans"
-        remedy = "generated code or specs/ needs this name itself" if taken else "for instance my_rule, or MyRule"
+        remedy = (
+            "choose another name: this one is used by generated code or by specs/"
+            if taken
+            else "for instance my_rule, or MyRule"
+        )
         raise UserError("E409", name=name, remedy=remedy)
     folder = (project or Path.cwd()) / "specs"
     file = folder / f"{spelled}.py"

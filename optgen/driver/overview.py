@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from optgen.base import ready
 from optgen.base.errors import UserError
 from optgen.driver import judge, load
 from optgen.driver.load import Entry
+from optgen.driver.project import is_pattern
 from optgen.formats.plan import Plan
+from optgen.ir.node import postorder
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
+from optgen.ops.prims import REDUCTIONS
 
 Track = Callable[[Iterable[Entry], int], Iterator[Entry]]
 
@@ -44,7 +48,7 @@ def plan_order(name: str) -> tuple[int, str]:
 
 def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[list[dict[str, Any]], list[str]]:
     """(a row per sound spec: its verdict under every plan, the errors of the others)."""
-    chosen = [load.find_plan(p) for p in plans] if plans else list(load.plans().values())
+    chosen = _chosen(plans) if plans else list(load.plans().values())
     rows, errors = [], []
     entries = [_entry(n) for n in names] if names else [e for e in load.entries().values() if e.own]
     for entry in track(entries, len(entries)):
@@ -54,9 +58,29 @@ def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[lis
         except UserError as error:
             errors.append(str(error))
             continue
-        verdicts = {p.name: _verdict(spec, p) for p in chosen}
+        not_yet = (
+            {"verdict": "not yet", "findings": [UserError("E410", spec=spec.name).message]} if _reduces(spec) else None
+        )
+        verdicts = {p.name: not_yet or _verdict(spec, p) for p in chosen}
         rows.append({"name": spec.name, "file": spec.loc.file, "plans": verdicts})
     return rows, errors
+
+
+def _chosen(names: Sequence[str]) -> list[Plan]:
+    """The plans of these names; a pattern stands for all that it matches."""
+    known = load.plans()
+    out: dict[str, Plan] = {}
+    for name in names:
+        matches = [known[n] for n in known if fnmatchcase(n, name)] if is_pattern(name) else []
+        for plan in matches or [load.find_plan(name)]:
+            out[plan.name] = plan
+    return list(out.values())
+
+
+def _reduces(spec: Spec) -> bool:
+    """Whether a rule reduces over rows, columns or the tensor under some setting: there are no kernels for it yet."""
+    traces = [spec.trace(flags) for flags in spec.settings()]
+    return any(n.op in REDUCTIONS for t in traces for n in postorder([t.p, *t.states.values()]))
 
 
 def _entry(name: str) -> Entry:

@@ -14,6 +14,7 @@ spec and pass the lint.  Names without a wildcard may also be ready-made specs, 
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,9 @@ def read_config(project: Path) -> Config:
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError("E401", loc=Loc(str(file), getattr(error, "lineno", 1)), text=str(error)) from None
+        at = re.search(r"at line (\d+), column (\d+)", str(error))
+        place = Loc(str(file), int(at[1]), int(at[2]) - 1) if at else Loc(str(file), 1)
+        raise UserError("E401", loc=place, text=str(error), note="TOML cannot read this file") from None
     table = data.get("tool", {}).get("optgen")
     return Config() if table is None else _config(table, file)
 

@@ -162,6 +162,8 @@ def run(app: typer.Typer, arguments: list[str] | None) -> int:
         message: Callable[[], str] | None = getattr(error, "format_message", None)
         if message is None:
             raise
+        if not message():
+            return WRONG_INPUT  # no command was named: the help stands there already
         if "--json" in words:
             terminal = Terminal("", True)
             terminal.error(WRONG_INPUT, message())

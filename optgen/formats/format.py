@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from optgen.lang.values import Num, cast, from_bits, lshr, sqrt
+from optgen.lang.values import Num, cast, lshr, sqrt
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
 
@@ -58,15 +58,13 @@ class Noise:
         """
         if self.shift + self.bits == 32:
             return lshr(self.word, 32 - width)
+        if width == self.bits:
+            return self.integer()
         return (self.integer() << (width - self.bits)) | (1 << (width - self.bits - 1))
 
     def unit(self) -> Num:
         """f32, uniform on the midpoints of 2^bits cells of (0, 1): mean exactly 1/2."""
         return (cast(self.integer(), dtypes.f32) + 0.5) * 2.0**-self.bits
-
-    def above_one(self) -> Num:
-        """f32, 1 + unit(), straight from the bits: no conversion, no multiplication.  Needs bits <= 22."""
-        return from_bits((self.integer() << (23 - self.bits)) | (0x3F800000 | (1 << (22 - self.bits))))
 
 
 class Format(ABC):

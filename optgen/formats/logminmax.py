@@ -109,13 +109,16 @@ class LogMinMax(Format):
         return parts, value if self.of == "sqrt" else sqrt(value)
 
     def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num, Num]:
-        """What is stored, and from it: cells per unit, the pattern of the first unit, the code, all i32."""
+        """What is stored, and from it: cells per unit, the pattern of the first unit, the code, all i32.
+
+        x >= +0: the pattern of -0 is the least of all integers, and wraps.
+        """
         unit = self.unit
         pattern = bits(sqrt(x) if self.of == "sqrt" else x)
         top, bottom = block_max(pattern, self.block), block_min(pattern, self.block)
         margin = 1 << (unit - 3) if noise else 0
         above = ((minimum(maximum(top, self.lowest), self.highest) + margin) >> unit) + 1
-        below = (minimum(bottom, self.highest) - margin) >> unit
+        below = (bottom - margin) >> unit
         units = minimum(maximum(above - maximum(below, self.lowest >> unit), 1), self.UNITS)
         first = above - units
         # 256.5: floor(256 / w) for every w, with room for a reciprocal that is not correctly rounded.

@@ -101,7 +101,8 @@ class PatternScale(Scale):
         if not self.covers:
             # No pattern is left between the last power of two and NaN: the top binade saturates.
             up = minimum(up, words.INF - 1)
-        up = where(top < words.INF, up, 0x7FFFFFFF)
+        # A NaN of few bits: where machines keep payload and sign, its negative is far from the end of the integers.
+        up = where(top < words.INF, up, words.NAN)
         # Codes under a NaN scale are unspecified, so what they are divided by may be any number.
         divisor = minimum(up & (0x7FFFFFFF - dropped), words.LARGEST)
         return cast(up >> self.shift, self.dtype), from_bits(divisor)

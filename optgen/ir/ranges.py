@@ -133,7 +133,8 @@ def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval]) -> Inter
         if node.dtype.is_float:
             return a[0]
         held = _STORED.get(node.dtype.name, _INT)
-        return a[0] if held[0] <= a[0][0] and a[0][1] <= held[1] else held
+        low, high = (x if math.isinf(x) else math.trunc(x) for x in a[0])  # floats are cut towards 0
+        return (low, high) if held[0] <= low and high <= held[1] else held
     if op == "bitcast" and node.dtype is dtypes.f32:
         return _float_bits(a[0])
     if op == "bitcast" and node.dtype is dtypes.i32 and a[0][0] >= 0:

@@ -3,8 +3,8 @@
     add(mul($beta1, %exp_avg:f32), mul(1.0, @g))
 
 `$name` is a host scalar, `%buffer:dtype` a load (with `/64` after it in block space), `@name` a let,
-`#index` and `#key.name` the counter's leaves, `#extent.rows` a size of the tensor, numbers are f32, `3i` is an i32; `cast<i32>(x)`,
-`block_max<64>(x)` carry an attribute.
+`#index` and `#key.name` the counter's leaves, `#extent.rows` a size of the tensor, numbers are f32, `3i` is
+an i32; `cast<i32>(x)`, `block_max<64>(x)` carry an attribute.
 """
 
 from __future__ import annotations

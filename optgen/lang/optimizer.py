@@ -21,6 +21,11 @@ RESERVED = frozenset(
     "index table work weight weight_low weight_master weight_compensation numel "
     "at at_block live live_block b values scalars tl triton torch".split()
 )
+# What generated code calls or takes where hyper-parameters, flags and host states are variables.
+CALLED = frozenset(
+    "abs max min math divide root dict super foreach fused capturable differentiable "
+    "get put pointer reciprocal inverse rint rotl sign block_max block_min block_magnitude quotient sqrt".split()
+)
 
 
 def optimizer(
@@ -121,8 +126,9 @@ def _check_names(spec: Spec) -> None:
     named = [(s.name, s.loc) for s in spec.kept] + [(f.name, f.loc) for f in spec.flags]
     for h in spec.hypers:
         named += [(h.name, h.loc)] + [(part, h.loc) for part in h.parts if part != h.name]
+    tensors = {s.name for s in spec.states}  # whose variables get an underscore where they have to
     for name, loc in named:
-        if name in RESERVED:
+        if name in RESERVED or (name in CALLED and name not in tensors):
             raise UserError("E115", loc=loc, name=name, why="generated code needs this name")
         if not is_snake(name):
             raise UserError("E115", loc=loc, name=name, why="names are in snake_case")

@@ -8,9 +8,9 @@ draws the same bits, whatever the tiling, the order of the tensors or the number
 from __future__ import annotations
 
 from optgen.formats.format import Noise
-from optgen.lang.values import Value, lshr, rotl
 from optgen.ir import node as ir
 from optgen.ir.node import Node
+from optgen.lang.values import Value, lshr, rotl
 
 # Eight neighbours share two hashes, and each reads one of them rotated by its own distance: a bit of a word is a sum
 # of two shared bits, of which no two words, and no two bits of a word, have both in common.  So bits are pairwise

@@ -58,4 +58,7 @@ def run(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | 
     return schedule
 
 
-__all__ = ["PROGRAM_PASSES", "SCHEDULE_PASSES", "convert", "decompose", "fold", "fuse", "hoist", "name", "place", "run", "share", "sweeps"]
+__all__ = [
+    "PROGRAM_PASSES", "SCHEDULE_PASSES", "convert", "decompose", "fold", "fuse", "hoist", "name", "place", "run",
+    "share", "sweeps",
+]  # fmt: skip

@@ -16,7 +16,7 @@ rewrite (ROUNDS):
     nan          where(x == x, bits(x) + i, NaN) -> min(bits(x), 0x7FC00000) + i, x of arithmetic, 0 <= i < 2^17:
                  what NVIDIA's arithmetic makes of any NaN is 0x7FFFFFFF, whose pattern i would carry over into
                  that of a number.  AMD's keeps sign and payload: negative NaNs up to 0xFFFDFFFF stay NaN without
-                 help, and those above exist only in memory filled with ones.
+                 help, and those above exist only in memory filled with ones: formats write NaN scales as 0x7FC00000.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Converter:
     def cast(self, node: Node) -> Node:
         (x,) = node.args
         low, high = self.intervals(x)
-        if node.dtype is dtypes.f32 and x.dtype is dtypes.i32 and node.space == spaces.elem and 0 <= low and high < 1 << 23:
+        widens = node.dtype is dtypes.f32 and x.dtype is dtypes.i32
+        if widens and node.space == spaces.elem and low >= 0 and high < 1 << 23:
             counter = ir.op("bitcast", ir.op("or", x, _int(PATTERN)), attr=dtypes.f32)
             return ir.op("sub", counter, ir.const(float(1 << 23)))
         if node.dtype is dtypes.i32 and x.op == "rint":
@@ -130,7 +131,7 @@ class Converter:
         x = same.args[0]
         for pattern, carry in (y.args, y.args[::-1]) if y.op == "add" else ((y, _int(0)),):
             low, high = self.intervals(carry)
-            if pattern.op == "bitcast" and pattern.args[0] is x and 0 <= low and high < 1 << 17 and other.attr >= NAN:
+            if pattern.op == "bitcast" and pattern.args[0] is x and low >= 0 and high < 1 << 17 and other.attr >= NAN:
                 self.fired.add("nan")
                 kept = ir.op("min", pattern, _int(NAN))
                 return ir.op("add", kept, carry) if high else kept
@@ -174,4 +175,3 @@ def convert(program: Program) -> Program:
     rule = Converter(Intervals(dict(program.ranges)))
     program = program.map(Rewriter(rule))
     return replace(program, rules=tuple(sorted({*program.rules, *rule.fired})))
-

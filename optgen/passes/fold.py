@@ -148,9 +148,10 @@ class Grouper:
         if e.space != spaces.host or x.space != spaces.elem or self.intervals(e)[0] < 0:
             return p
         self.fired.add("step")
-        zero, tiny = ir.const(0.0), ir.const(2.0**-126)
+        zero, one, tiny = ir.const(0.0), ir.const(1.0), ir.const(2.0**-126)
         none = ir.op("lt", p.host, ir.const(2.0**-100))
-        inverse = ir.op("where", none, zero, ir.op("div", ir.const(1.0), p.host))
+        # x * 0 + Inf would be NaN where x has overflowed; x * 1 + Inf is Inf there too.
+        inverse = ir.op("where", none, one, ir.op("div", one, p.host))
         infinite = ir.op("div", ir.op("max", e, tiny), ir.op("where", none, zero, p.host))
         return replace(p, host=None, den=[ir.op("add", ir.op("mul", x, inverse), infinite)])
 
@@ -204,9 +205,7 @@ def distribute(program: Program) -> tuple[Program, bool]:
 def fold(program: Program) -> Program:
     """See the module's docstring."""
     program = program.map(Rewriter(exact))
-    program = replace(
-        program, host_stores=tuple(replace(x, node=Rewriter(exact)(x.node)) for x in program.host_stores)
-    )
+    program = replace(program, host_stores=tuple(replace(x, node=Rewriter(exact)(x.node)) for x in program.host_stores))
     if program.maths == "strict":
         return program
     intervals = Intervals(dict(program.ranges))

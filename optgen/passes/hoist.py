@@ -27,8 +27,8 @@ def hoist(program: Program) -> Program:
     order: list[Let] = []
 
     def scalar(node: Node) -> Node:
-        if node.dtype is dtypes.boolean:
-            raise AssertionError("host conditions select host values; they do not leave the host")
+        if node.dtype is dtypes.boolean:  # scalars are numbers: a condition among elements travels as 1 or 0
+            return ir.op("lt", ir.const(0.0), scalar(ir.op("where", node, ir.const(1.0), ir.const(0.0))))
         let = found.get(node.uid)
         if let is None:
             base = own[node.uid].name if node.uid in own else name_for(node, f"scalar_{len(order)}")

@@ -49,7 +49,17 @@ class Tuning:
     def sizes(self, kernels: ModuleType, function: str) -> tuple[int, int]:
         """(elements per tile, full tiles per work item) of a kernel."""
         planned: dict[str, int] = getattr(kernels, "TILES", {})
-        return self.tile or kernels.TILE[function], self.tiles or planned.get(function, TILES)
+        # AMD's warps have 64 threads: as many elements for each.
+        own = kernels.TILE[function] * (1 if torch.version.hip is None else 2)
+        return self.tile or own, self.tiles or planned.get(function, TILES)
+
+    def options(self, kernels: ModuleType, function: str, device: torch.device) -> dict[str, int]:
+        """Further keyword arguments of a launch."""
+        tile = self.sizes(kernels, function)[0]
+        if tile != kernels.TILE[function]:
+            return {"TILE": tile}
+        nvidia = device.type == "cuda" and torch.version.hip is None
+        return getattr(kernels, "OPTIONS", {}).get(function, {}) if nvidia else {}
 
 
 _tuning = Tuning()
@@ -218,8 +228,8 @@ def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int)
     variant = bucket.variant
     kernel: Any = getattr(kernels, variant.kernel_name)
     grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
-    tile, per_item = _tuning.sizes(kernels, variant.kernel_name)
-    options = {} if _tuning.tile is None else {"TILE": tile}
+    per_item = _tuning.sizes(kernels, variant.kernel_name)[1]
+    options = _tuning.options(kernels, variant.kernel_name, bucket.device)
     with guard(bucket.device):
         for launch in tables.launches:
             kernel[(launch.work.shape[0],)](

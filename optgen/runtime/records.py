@@ -54,21 +54,14 @@ class Hyper:
         number = as_float(value)
         if number is None:
             raise TypeError(f"{owner}: {name} must be a number, got {value!r}")
-        inside = (
-            not math.isnan(number)
-            and (self.ge is None or number >= self.ge)
-            and (self.gt is None or number > self.gt)
-            and (self.le is None or number <= self.le)
-            and (self.lt is None or number < self.lt)
-        )
-        if not inside:
+        if not self._allows(number):
             raise ValueError(f"{owner}: {name} must be {self.range or 'a number'}, got {number!r}")
         return number
 
     def read(self, value: object) -> float | tuple[float, ...]:
         """The current value of the option, which schedulers may have set to anything number-like."""
         if type(value) is float:
-            return value
+            return self._inside(value)
         if isinstance(self.default, tuple) and isinstance(value, Sequence):
             return tuple(self._read_one(part) for part in value)
         return self._read_one(value)
@@ -77,7 +70,22 @@ class Hyper:
         number = as_float(value)
         if number is None:
             raise TypeError(f"{self.name} must be a number, got {value!r}")
-        return number
+        return self._inside(number)
+
+    def _inside(self, number: float) -> float:
+        """`number`, or ValueError: a schedule or a user set what the constructor would have refused."""
+        if self._allows(number):
+            return number
+        raise ValueError(f"{self.name} must be {self.range or 'a number'}, but its group has {number!r}")
+
+    def _allows(self, number: float) -> bool:
+        return (
+            not math.isnan(number)
+            and (self.ge is None or number >= self.ge)
+            and (self.gt is None or number > self.gt)
+            and (self.le is None or number <= self.le)
+            and (self.lt is None or number < self.lt)
+        )
 
 
 def as_float(value: object) -> float | None:
@@ -149,7 +157,7 @@ class Variant:
     host         (step, grad_scale, **hypers, **host_states) -> scalars, then new host states; fp64
     kernel_scalars, kernel_host   the same for the kernel, whose maths may want other scalars
     block        elements per block of the fields with per > 1
-    words        random words drawn per element; 0 where nothing is rounded stochastically
+    stochastic   whether anything is rounded by random bits
     host_states  (name, first value) of the per-parameter numbers that stay on the host
     init         first value of a state that does not start at zero: a number, or "param" for the weight
     """
@@ -162,7 +170,6 @@ class Variant:
     small: bool = False
     flags: Mapping[str, bool] = field(default_factory=dict)
     block: int = 1
-    words: int = 0
     stochastic: bool = False
     host_states: tuple[tuple[str, float], ...] = ()
     init: Mapping[str, float | str] = field(default_factory=dict)

@@ -1,0 +1,130 @@
+"""What compiled kernels cost, without a GPU: no spills, full-width accesses, and no more instructions than before.
+
+The kernels of `tools/kernel_stats.py --chosen` are compiled for four targets in a process of its own (this one
+interprets Triton) and read back from their machine code.  Counts belong to a Triton version: they are compared with
+tests/baselines/kernel_stats.json where it has that version.  After a change that is meant to move them:
+`python tools/kernel_stats.py --update`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[1]
+BASELINES = json.loads((ROOT / "tests" / "baselines" / "kernel_stats.json").read_text(encoding="utf-8"))
+SLACK = 1.03  # the compilers' own scheduling moves a count by 1 to 2 %
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# (kernel, target) -> most instructions per element, from what memory lets through at the target's clock rate.
+LIMITS = {
+    ("adamw.int8_rn_split24", "sm_90"): 50,
+    ("lion.int8_split24", "sm_90"): 46,
+    ("lion.int8_rn_split24", "sm_90"): 38,
+    ("sgd.int8_split24", "sm_90"): 42,
+    ("sgd.int8_rn_split24", "sm_90"): 34,
+}
+# Elementwise tensors of a kernel that are read and written, by width of an access: 8 elements a thread.
+READS = {
+    "adamw.int8": {128: 2, 64: 3},
+    "lion.int8": {128: 2, 64: 2},
+    "sgd.int8": {128: 2, 64: 2},
+    "adamw.fp32": {128: 8},
+}
+WRITES = {
+    "adamw.int8": {128: 1, 64: 3},
+    "lion.int8": {128: 1, 64: 2},
+    "sgd.int8": {128: 1, 64: 2},
+    "adamw.fp32": {128: 6},
+}
+SCALES = 16  # bits: a block's scale or header, the only narrow access
+
+
+@pytest.fixture(scope="session")
+def stats(compiling: dict[str, str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """(kernel, target) -> its counts."""
+    command = [sys.executable, str(ROOT / "tools" / "kernel_stats.py"), "--chosen", "--json"]
+    done = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(row["kernel"], row["target"]): row for row in rows}
+
+
+def family(kernel: str) -> str:
+    return next(name for name in READS if kernel.startswith(name))
+
+
+@pytest.mark.slow
+def test_every_chosen_kernel_compiles_for_every_target(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
+    assert {target for _, target in stats} == set(TARGETS)
+    assert len(stats) == len(TARGETS) * len({kernel for kernel, _ in stats})
+    assert {family(kernel) for kernel, _ in stats} == set(READS)
+
+
+@pytest.mark.slow
+def test_nothing_spills_and_no_value_goes_through_shared_memory(
+    stats: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    for key, row in stats.items():
+        assert row["stack"] == 0, key
+        assert row["shared"] == 0, key
+        for kind in ("local", "spill", "barrier"):
+            assert kind not in row["classes"], (key, kind)
+
+
+@pytest.mark.slow
+def test_registers_leave_room_for_enough_warps(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """64 Ki registers per processor, shared by one-warp programs, each of which has 256 elements' loads under way.
+
+    20 KiB are what a latency of a microsecond takes at the memory's rate; a processor needs as many warps as that.
+    """
+    for (kernel, target), row in stats.items():
+        if target.startswith("sm_"):
+            warps = (1 << 16) // (32 * row["registers"])
+            read = sum(int(bits) // 8 * count for bits, count in row["loads"].items()) / row["elements_per_thread"]
+            assert warps * 256 * read >= 20 << 10, (kernel, target)
+
+
+@pytest.mark.slow
+def test_accesses_are_as_wide_as_eight_elements(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
+    for (kernel, target), row in stats.items():
+        tiles = row["elements_per_thread"] / 8
+        for kind, wanted in (("loads", READS), ("stores", WRITES)):
+            found = {int(bits): count / tiles for bits, count in row[kind].items() if int(bits) != SCALES}
+            assert found == wanted[family(kernel)], (kernel, target, kind)
+
+
+@pytest.mark.slow
+def test_elements_are_not_converted_by_the_slow_unit(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """What is left converts a few integers per block of 64."""
+    for key, row in stats.items():
+        assert row["classes"].get("convert", 0) / row["elements_per_thread"] <= 0.5, key
+
+
+@pytest.mark.slow
+def test_instructions_stay_within_the_baseline(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
+    version = next(iter(stats.values()))["triton"]
+    if version not in BASELINES:
+        pytest.skip(f"no baseline of Triton {version}: python tools/kernel_stats.py --update")
+    base = BASELINES[version]
+    assert {f"{kernel} {target}" for kernel, target in stats} == set(base)
+    grown = {
+        key: (row["per_element"], base[" ".join(key)]["per_element"])
+        for key, row in stats.items()
+        if row["per_element"] > base[" ".join(key)]["per_element"] * SLACK
+    }
+    assert not grown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "target"), LIMITS)
+def test_instructions_stay_within_the_roofline(
+    stats: dict[tuple[str, str], dict[str, Any]], kernel: str, target: str
+) -> None:
+    assert stats[kernel, target]["per_element"] <= LIMITS[kernel, target]
