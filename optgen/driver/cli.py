@@ -163,7 +163,7 @@ def list_(json: Json = False) -> None:
         t.result |= {"specs": specs, "plans": plans}
         own = ("spec", "class", "as in", "states", "file")
         places = [relative(r["file"]) if r["own"] else "ready-made" for r in specs]
-        rows = [(r["name"], r["class"], r["like"], r["states"], p) for r, p in zip(specs, places, strict=True)]
+        made = [(r["name"], r["class"], r["like"], r["states"], p) for r, p in zip(specs, places, strict=True)]
         t.show(table("optimizers", own, made))
         rows = [(r["name"], r["bytes"], r["forced"], r["doc"]) for r in plans]
         t.show(table("plans", ("plan", "B/parameter*", "", ""), rows))
