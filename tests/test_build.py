@@ -178,11 +178,22 @@ def test_a_failure_while_writing_leaves_whole_files(project: Path, monkeypatch: 
     monkeypatch.undo()
     os.chdir(project)
     after = content(project / "generated")
-    assert sum(before[k] != after[k] for k in before) == 2
+    assert after == before, "what had been moved was not put back"
     assert not list(project.glob(".optgen-*"))
     # The half-written folder is not taken for an edited one by the build that repeats it.
     run()
     assert run(check=True).clean
+
+
+def test_naming_a_plan_leaves_the_others(project: Path) -> None:
+    run()
+    before = content(project / "generated")
+    added = run(plans=("int8",))
+    assert not added.removed
+    after = content(project / "generated")
+    assert set(before) < set(after)
+    assert {k for k in before if before[k] != after[k]} <= {"MANIFEST.json", "first/__init__.py", "second/__init__.py"}
+    assert '"int8"' in after["first/__init__.py"].decode()
 
 
 def test_edited_files_are_not_overwritten(project: Path) -> None:

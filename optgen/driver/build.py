@@ -51,6 +51,11 @@ class Request:
     force: bool = False
     project: Path = field(default_factory=Path.cwd)
 
+    @property
+    def partial(self) -> bool:
+        """Whether only some of what is built was asked for: the rest then stays as it is."""
+        return bool(self.names or self.plans)
+
 
 @dataclass
 class Outcome:
@@ -134,11 +139,11 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     maths = request.maths or config.maths
     backends = request.backends or config.backends or BACKENDS
     files = _print(units, maths, backends, track)
-    specs = {} if not request.names else dict(manifest.specs)
+    specs = dict(manifest.specs) if request.partial else {}
     specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
     _distinct(specs)
     files[INIT] = init_text({b.class_name: name for name, b in specs.items()})
-    stale = [] if request.names else sorted(set(manifest.files) - set(files))
+    stale = [] if request.partial else sorted(set(manifest.files) - set(files))
     kept = {k: v for k, v in manifest.files.items() if k not in stale}
     new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs)
     files[MANIFEST] = new.text()
@@ -174,7 +179,7 @@ def _units(request: Request, config: Config, manifest: Manifest, outcome: Outcom
     for name, (spec, plans) in sorted(found.items()):
         if not plans:
             continue
-        before = manifest.specs[name].plans if request.names and name in manifest.specs else ()
+        before = manifest.specs[name].plans if request.partial and name in manifest.specs else ()
         everywhere = {*plans, *before}
         listed = [p for p in order if p in everywhere] + sorted(everywhere - set(order))
         out.append(Unit(spec, tuple(plans[p] for p in listed if p in plans), tuple(listed), _reference(spec, project)))
@@ -382,28 +387,45 @@ def _refuse_edited(out: Path, files: Mapping[str, str], stale: Sequence[str], ma
 
 
 def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
-    """Writes what differs: first all of it beside the folder, then each file into place, the manifest last."""
+    """Writes what differs: first all of it beside the folder, then each file into place, the manifest last.
+
+    What fails on the way puts the old files back.
+    """
     if outcome.clean:
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=".optgen-", dir=out.parent))
+        new, old = staging / "new", staging / "old"
+        done: list[str] = []
         try:
             for name in outcome.written:
-                (staging / name).parent.mkdir(parents=True, exist_ok=True)
-                (staging / name).write_text(files[name], encoding="utf-8", newline="\n")
+                (new / name).parent.mkdir(parents=True, exist_ok=True)
+                (new / name).write_text(files[name], encoding="utf-8", newline="\n")
+            for name in [*outcome.written, *outcome.removed]:
+                if (out / name).is_file():
+                    (old / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(out / name, old / name)
             for name in sorted(outcome.written, key=lambda n: (n == MANIFEST, n)):
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(staging / name, out / name)
+                os.replace(new / name, out / name)
+                done.append(name)
+            for name in outcome.removed:
+                (out / name).unlink(missing_ok=True)
+                done.append(name)
+        except BaseException:
+            for name in done:
+                with contextlib.suppress(OSError):
+                    (out / name).unlink(missing_ok=True)
+                    if (old / name).is_file():
+                        (old / name).rename(out / name)
+            raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        for name in outcome.removed:
-            (out / name).unlink(missing_ok=True)
         _drop_empty(out, outcome.removed)
     except OSError as error:
-        raise UserError(
-            "E413", path=relative(str(error.filename2 or error.filename or out)), why=error.strerror
-        ) from error
+        place = error.filename2 or error.filename or out
+        raise UserError("E413", path=relative(str(place)), why=error.strerror) from error
 
 
 def _drop_empty(out: Path, removed: Sequence[str]) -> None:
