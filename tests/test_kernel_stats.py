@@ -60,14 +60,12 @@ def family(kernel: str) -> str:
     return next(name for name in READS if kernel.startswith(name))
 
 
-@pytest.mark.slow
 def test_every_chosen_kernel_compiles_for_every_target(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
     assert {target for _, target in stats} == set(TARGETS)
     assert len(stats) == len(TARGETS) * len({kernel for kernel, _ in stats})
     assert {family(kernel) for kernel, _ in stats} == set(READS)
 
 
-@pytest.mark.slow
 def test_nothing_spills_and_no_value_goes_through_shared_memory(
     stats: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
@@ -78,7 +76,6 @@ def test_nothing_spills_and_no_value_goes_through_shared_memory(
             assert kind not in row["classes"], (key, kind)
 
 
-@pytest.mark.slow
 def test_registers_leave_room_for_enough_warps(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
     """64 Ki registers per processor, shared by one-warp programs, each of which has 256 elements' loads under way.
 
@@ -91,7 +88,6 @@ def test_registers_leave_room_for_enough_warps(stats: dict[tuple[str, str], dict
             assert warps * 256 * read >= 20 << 10, (kernel, target)
 
 
-@pytest.mark.slow
 def test_accesses_are_as_wide_as_eight_elements(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
     for (kernel, target), row in stats.items():
         tiles = row["elements_per_thread"] / 8
@@ -100,14 +96,12 @@ def test_accesses_are_as_wide_as_eight_elements(stats: dict[tuple[str, str], dic
             assert found == wanted[family(kernel)], (kernel, target, kind)
 
 
-@pytest.mark.slow
 def test_elements_are_not_converted_by_the_slow_unit(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
     """What is left converts a few integers per block of 64."""
     for key, row in stats.items():
         assert row["classes"].get("convert", 0) / row["elements_per_thread"] <= 0.5, key
 
 
-@pytest.mark.slow
 def test_instructions_stay_within_the_baseline(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
     version = next(iter(stats.values()))["triton"]
     if version not in BASELINES:
@@ -122,7 +116,6 @@ def test_instructions_stay_within_the_baseline(stats: dict[tuple[str, str], dict
     assert not grown
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "target"), LIMITS)
 def test_instructions_stay_within_the_roofline(
     stats: dict[tuple[str, str], dict[str, Any]], kernel: str, target: str
