@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from optgen.ir import node as ir
 from optgen.ir.program import Buffer, Program, Store
-from optgen.ir.ranges import ranges
+from optgen.ir.ranges import is_plus, ranges
 from optgen.ir.show import parse, text
 from optgen.ir.verify import BrokenIR, verify
 from optgen.ops import dtypes, spaces
@@ -144,3 +144,13 @@ def test_bits_of_a_masked_integer_are_a_nonnegative_float() -> None:
 def test_a_float_cast_to_an_integer_is_cut_towards_zero(low: float, high: float, want: tuple[int, int]) -> None:
     cut = ir.op("cast", ir.op("mul", ir.sym("x"), ir.const(1.0)), attr=dtypes.i32)
     assert ranges([cut], {"x": (low, high)})[cut.uid] == want
+
+
+def test_a_second_moment_is_seen_to_be_plus_zero_and_a_negation_is_not() -> None:
+    square = ir.op("mul", X, X)
+    average = ir.op("add", ir.op("mul", ir.sym("beta"), square), ir.op("mul", ir.op("mul", ir.sym("rest"), X), X))
+    assert is_plus(average)
+    assert is_plus(ir.op("sqrt", average))
+    assert not is_plus(ir.op("neg", ir.op("min", X, ir.const(0.0))))
+    assert not is_plus(ir.op("mul", ir.op("abs", X), X))
+    assert not is_plus(ir.const(-0.0))

@@ -103,6 +103,11 @@ class Format(ABC):
         return True
 
     @property
+    def plus_zero(self) -> bool:
+        """Whether a zero to be encoded must be +0: formats that order values by their bit patterns."""
+        return False
+
+    @property
     def relative(self) -> bool:
         """Whether values are stored relative to the root of the rule's second moment."""
         return False

@@ -71,6 +71,10 @@ class LogMinMax(Format):
         return False
 
     @property
+    def plus_zero(self) -> bool:
+        return True
+
+    @property
     def positive(self) -> bool:
         return True
 
@@ -111,7 +115,7 @@ class LogMinMax(Format):
     def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num, Num]:
         """What is stored, and from it: cells per unit, the pattern of the first unit, the code, all i32.
 
-        x >= +0: the pattern of -0 is the least of all integers, and wraps.
+        x >= +0 (see `plus_zero`): the pattern of -0 is the least of all integers, and wraps.
         """
         unit = self.unit
         pattern = bits(sqrt(x) if self.of == "sqrt" else x)

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 
 from optgen.ir.node import Node
-from optgen.ops import dtypes
+from optgen.ops import dtypes, spaces
 
 Interval = tuple[float, float]
 ANY: Interval = (-math.inf, math.inf)
@@ -172,3 +172,19 @@ def never_zero(node: Node) -> bool:
     if op in ("sqrt", "neg"):
         return never_zero(a[0])
     return op in ("mul", "div") and never_zero(a[0]) and never_zero(a[1])
+
+
+def is_plus(node: Node) -> bool:
+    """Whether a value that is never negative is never -0 either, by its structure; False where that is not seen."""
+    op, a = node.op, node.args
+    if node.space == spaces.host or op == "const":
+        return op != "neg" and not (op == "const" and math.copysign(1, node.attr) < 0)
+    if op == "abs" or (op == "mul" and a[0] is a[1]):
+        return True
+    if op == "add":
+        return is_plus(a[0]) or is_plus(a[1])
+    if op in ("mul", "div", "max", "min"):
+        return is_plus(a[0]) and is_plus(a[1])
+    if op == "where":
+        return is_plus(a[1]) and is_plus(a[2])
+    return op == "sqrt" and is_plus(a[0])

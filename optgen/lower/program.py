@@ -10,6 +10,7 @@ from optgen.formats.plan import Storage
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Buffer, Let, Program, Store
+from optgen.ir.ranges import is_plus
 from optgen.lang.spec import Spec
 from optgen.lang.values import Value
 from optgen.lower.naming import Recorder
@@ -99,6 +100,8 @@ def _encode_all(
         fmt = storage.states[name]
         record = Recorder(name, "encode")
         value = Value(states[name].node, record)
+        if fmt.plus_zero and not is_plus(value.node):
+            value = value + 0.0  # -0 + 0 is +0
         if name in bases:
             # Divide by what will be read back, not by what was computed: the product is then exact.
             parts, roots[name] = fmt.encode_root(value, noise.get(name))

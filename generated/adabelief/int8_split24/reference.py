@@ -516,7 +516,7 @@ def adabelief_float32_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    exp_avg_var_pattern = sqrt(in_exp_avg_var).view(torch.int32)
+    exp_avg_var_pattern = sqrt(in_exp_avg_var + 0.0).view(torch.int32)
     exp_avg_var_above = (block_max(exp_avg_var_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_var_below = block_min(exp_avg_var_pattern, b.live) >> 22
     exp_avg_var_units = (exp_avg_var_above - exp_avg_var_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -613,7 +613,7 @@ def adabelief_bfloat16_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    exp_avg_var_pattern = sqrt(in_exp_avg_var).view(torch.int32)
+    exp_avg_var_pattern = sqrt(in_exp_avg_var + 0.0).view(torch.int32)
     exp_avg_var_above = (block_max(exp_avg_var_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_var_below = block_min(exp_avg_var_pattern, b.live) >> 22
     exp_avg_var_units = (exp_avg_var_above - exp_avg_var_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -726,7 +726,7 @@ def adabelief_float16_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    exp_avg_var_pattern = sqrt(in_exp_avg_var).view(torch.int32)
+    exp_avg_var_pattern = sqrt(in_exp_avg_var + 0.0).view(torch.int32)
     exp_avg_var_above = (block_max(exp_avg_var_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_var_below = block_min(exp_avg_var_pattern, b.live) >> 22
     exp_avg_var_units = (exp_avg_var_above - exp_avg_var_below.clamp(min=128)).clamp(min=1).clamp(max=64)

@@ -493,7 +493,7 @@ def adadelta_float32_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -505,7 +505,7 @@ def adadelta_float32_encode(values):
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
-    acc_delta_pattern = sqrt(in_acc_delta).view(torch.int32)
+    acc_delta_pattern = sqrt(in_acc_delta + 0.0).view(torch.int32)
     acc_delta_above = (block_max(acc_delta_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     acc_delta_below = block_min(acc_delta_pattern, b.live) >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -596,7 +596,7 @@ def adadelta_bfloat16_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -608,7 +608,7 @@ def adadelta_bfloat16_encode(values):
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
-    acc_delta_pattern = sqrt(in_acc_delta).view(torch.int32)
+    acc_delta_pattern = sqrt(in_acc_delta + 0.0).view(torch.int32)
     acc_delta_above = (block_max(acc_delta_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     acc_delta_below = block_min(acc_delta_pattern, b.live) >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -715,7 +715,7 @@ def adadelta_float16_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -727,7 +727,7 @@ def adadelta_float16_encode(values):
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
-    acc_delta_pattern = sqrt(in_acc_delta).view(torch.int32)
+    acc_delta_pattern = sqrt(in_acc_delta + 0.0).view(torch.int32)
     acc_delta_above = (block_max(acc_delta_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     acc_delta_below = block_min(acc_delta_pattern, b.live) >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)

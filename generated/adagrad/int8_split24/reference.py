@@ -353,7 +353,7 @@ def adagrad_float32_encode(values):
     b = Blocks(values["p"], 64)
     in_sum = b.elements(values["sum"])
     in_p = b.elements(values["p"])
-    sum_pattern = sqrt(in_sum).view(torch.int32)
+    sum_pattern = sqrt(in_sum + 0.0).view(torch.int32)
     sum_above = (block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     sum_below = block_min(sum_pattern, b.live) >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -423,7 +423,7 @@ def adagrad_bfloat16_encode(values):
     b = Blocks(values["p"], 64)
     in_sum = b.elements(values["sum"])
     in_p = b.elements(values["p"])
-    sum_pattern = sqrt(in_sum).view(torch.int32)
+    sum_pattern = sqrt(in_sum + 0.0).view(torch.int32)
     sum_above = (block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     sum_below = block_min(sum_pattern, b.live) >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -509,7 +509,7 @@ def adagrad_float16_encode(values):
     b = Blocks(values["p"], 64)
     in_sum = b.elements(values["sum"])
     in_p = b.elements(values["p"])
-    sum_pattern = sqrt(in_sum).view(torch.int32)
+    sum_pattern = sqrt(in_sum + 0.0).view(torch.int32)
     sum_above = (block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     sum_below = block_min(sum_pattern, b.live) >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)

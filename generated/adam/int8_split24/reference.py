@@ -1075,7 +1075,7 @@ def adam_float32_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1178,7 +1178,7 @@ def adam_bfloat16_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1297,7 +1297,7 @@ def adam_float16_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1446,7 +1446,7 @@ def adam_float32_amsgrad_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1469,7 +1469,7 @@ def adam_float32_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq).view(torch.int32)
+    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1579,7 +1579,7 @@ def adam_bfloat16_amsgrad_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1602,7 +1602,7 @@ def adam_bfloat16_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq).view(torch.int32)
+    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1730,7 +1730,7 @@ def adam_float16_amsgrad_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1753,7 +1753,7 @@ def adam_float16_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq).view(torch.int32)
+    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)

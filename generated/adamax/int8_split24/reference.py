@@ -455,7 +455,7 @@ def adamax_float32_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    exp_inf_pattern = sqrt(in_exp_inf).view(torch.int32)
+    exp_inf_pattern = sqrt(in_exp_inf + 0.0).view(torch.int32)
     exp_inf_above = (block_max(exp_inf_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_inf_below = block_min(exp_inf_pattern, b.live) >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -551,7 +551,7 @@ def adamax_bfloat16_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    exp_inf_pattern = sqrt(in_exp_inf).view(torch.int32)
+    exp_inf_pattern = sqrt(in_exp_inf + 0.0).view(torch.int32)
     exp_inf_above = (block_max(exp_inf_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_inf_below = block_min(exp_inf_pattern, b.live) >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -663,7 +663,7 @@ def adamax_float16_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    exp_inf_pattern = sqrt(in_exp_inf).view(torch.int32)
+    exp_inf_pattern = sqrt(in_exp_inf + 0.0).view(torch.int32)
     exp_inf_above = (block_max(exp_inf_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_inf_below = block_min(exp_inf_pattern, b.live) >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)

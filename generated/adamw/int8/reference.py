@@ -931,7 +931,7 @@ def adamw_float32_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1030,7 +1030,7 @@ def adamw_bfloat16_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1134,7 +1134,7 @@ def adamw_float16_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1246,7 +1246,7 @@ def adamw_float32_amsgrad_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1269,7 +1269,7 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq).view(torch.int32)
+    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1376,7 +1376,7 @@ def adamw_bfloat16_amsgrad_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1399,7 +1399,7 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq).view(torch.int32)
+    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1511,7 +1511,7 @@ def adamw_float16_amsgrad_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1534,7 +1534,7 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq).view(torch.int32)
+    max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)

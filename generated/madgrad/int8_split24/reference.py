@@ -932,7 +932,7 @@ def madgrad_float32_encode(values):
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
     in_p = b.elements(values["p"])
-    grad_sum_sq_pattern = sqrt(in_grad_sum_sq).view(torch.int32)
+    grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1028,7 +1028,7 @@ def madgrad_bfloat16_encode(values):
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
     in_p = b.elements(values["p"])
-    grad_sum_sq_pattern = sqrt(in_grad_sum_sq).view(torch.int32)
+    grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1140,7 +1140,7 @@ def madgrad_float16_encode(values):
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
     in_p = b.elements(values["p"])
-    grad_sum_sq_pattern = sqrt(in_grad_sum_sq).view(torch.int32)
+    grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1273,7 +1273,7 @@ def madgrad_float32_has_momentum_encode(values):
     in_s = b.elements(values["s"])
     in_p = b.elements(values["p"])
     in_x0 = b.elements(values["x0"])
-    grad_sum_sq_pattern = sqrt(in_grad_sum_sq).view(torch.int32)
+    grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1378,7 +1378,7 @@ def madgrad_bfloat16_has_momentum_encode(values):
     in_s = b.elements(values["s"])
     in_p = b.elements(values["p"])
     in_x0 = b.elements(values["x0"])
-    grad_sum_sq_pattern = sqrt(in_grad_sum_sq).view(torch.int32)
+    grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1501,7 +1501,7 @@ def madgrad_float16_has_momentum_encode(values):
     in_s = b.elements(values["s"])
     in_p = b.elements(values["p"])
     in_x0 = b.elements(values["x0"])
-    grad_sum_sq_pattern = sqrt(in_grad_sum_sq).view(torch.int32)
+    grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)

@@ -957,7 +957,7 @@ def nadam_float32_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1060,7 +1060,7 @@ def nadam_bfloat16_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1179,7 +1179,7 @@ def nadam_float16_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
-    exp_avg_sq_pattern = sqrt(in_exp_avg_sq).view(torch.int32)
+    exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)

@@ -1770,7 +1770,7 @@ def rmsprop_float32_encode(values):
     b = Blocks(values["p"], 64)
     in_square_avg = b.elements(values["square_avg"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1840,7 +1840,7 @@ def rmsprop_bfloat16_encode(values):
     b = Blocks(values["p"], 64)
     in_square_avg = b.elements(values["square_avg"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1926,7 +1926,7 @@ def rmsprop_float16_encode(values):
     b = Blocks(values["p"], 64)
     in_square_avg = b.elements(values["square_avg"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -2044,7 +2044,7 @@ def rmsprop_float32_has_momentum_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -2141,7 +2141,7 @@ def rmsprop_bfloat16_has_momentum_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -2256,7 +2256,7 @@ def rmsprop_float16_has_momentum_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -2390,7 +2390,7 @@ def rmsprop_float32_centered_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -2493,7 +2493,7 @@ def rmsprop_bfloat16_centered_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -2612,7 +2612,7 @@ def rmsprop_float16_centered_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -2760,7 +2760,7 @@ def rmsprop_float32_centered_has_momentum_encode(values):
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -2889,7 +2889,7 @@ def rmsprop_bfloat16_centered_has_momentum_encode(values):
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -3034,7 +3034,7 @@ def rmsprop_float16_centered_has_momentum_encode(values):
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
-    square_avg_pattern = sqrt(in_square_avg).view(torch.int32)
+    square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)

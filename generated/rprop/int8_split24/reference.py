@@ -487,7 +487,7 @@ def rprop_float32_encode(values):
     prev_divisor = (prev_up & 2147450880).clamp(max=2139095039)
     in_prev_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
     prev_exact = in_prev / (in_prev_mul + in_prev_abs * 0.003937007874015748)
-    step_size_pattern = sqrt(in_step_size).view(torch.int32)
+    step_size_pattern = sqrt(in_step_size + 0.0).view(torch.int32)
     step_size_above = (block_max(step_size_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     step_size_below = block_min(step_size_pattern, b.live) >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -583,7 +583,7 @@ def rprop_bfloat16_encode(values):
     prev_divisor = (prev_up & 2147450880).clamp(max=2139095039)
     in_prev_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
     prev_exact = in_prev / (in_prev_mul + in_prev_abs * 0.003937007874015748)
-    step_size_pattern = sqrt(in_step_size).view(torch.int32)
+    step_size_pattern = sqrt(in_step_size + 0.0).view(torch.int32)
     step_size_above = (block_max(step_size_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     step_size_below = block_min(step_size_pattern, b.live) >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -695,7 +695,7 @@ def rprop_float16_encode(values):
     prev_divisor = (prev_up & 2147450880).clamp(max=2139095039)
     in_prev_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
     prev_exact = in_prev / (in_prev_mul + in_prev_abs * 0.003937007874015748)
-    step_size_pattern = sqrt(in_step_size).view(torch.int32)
+    step_size_pattern = sqrt(in_step_size + 0.0).view(torch.int32)
     step_size_above = (block_max(step_size_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     step_size_below = block_min(step_size_pattern, b.live) >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)

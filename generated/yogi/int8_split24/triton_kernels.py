@@ -50,7 +50,7 @@ def yogi_float32_tile(
     p = get(p_ptr, at, live, MASKED)
     g = get(g_ptr, at, live, MASKED).to(tl.float32)
     # -- update  (specs/yogi.py)
-    p = one_minus_lr_times_weight_decay * p                                  # 21  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p  # 21  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
@@ -58,9 +58,8 @@ def yogi_float32_tile(
     exp_avg_sq = tl.fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator)
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g * g, exp_avg_sq)) * g * g, exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(g_sqrt, scalar_7, scalar_8)), p)
+    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -77,7 +76,7 @@ def yogi_float32_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq + 0.0).to(tl.int32, bitcast=True)
     exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
@@ -292,7 +291,7 @@ def yogi_bfloat16_tile(
     p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/yogi.py)
-    p = one_minus_lr_times_weight_decay * p                                  # 21  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p  # 21  p = decoupled(p, lr, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -301,9 +300,8 @@ def yogi_bfloat16_tile(
     exp_avg_sq = tl.fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator)
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq)) * g_cast * g_cast, exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(g_sqrt, scalar_7, scalar_8)), p)
+    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -320,7 +318,7 @@ def yogi_bfloat16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq + 0.0).to(tl.int32, bitcast=True)
     exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
@@ -565,7 +563,7 @@ def yogi_float16_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/yogi.py)
-    p = one_minus_lr_times_weight_decay * p                                  # 21  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p  # 21  p = decoupled(p, lr, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -574,9 +572,8 @@ def yogi_float16_tile(
     exp_avg_sq = tl.fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator)
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq)) * g_cast * g_cast, exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(g_sqrt, scalar_7, scalar_8)), p)
+    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -593,7 +590,7 @@ def yogi_float16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq + 0.0).to(tl.int32, bitcast=True)
     exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
