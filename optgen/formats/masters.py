@@ -6,6 +6,7 @@ always a rounding of the kept one, so that the model computes with the nearest v
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -63,14 +64,17 @@ class Narrow(Master):
     def describe(self, param: DType) -> str:
         return "f32" if param is f32 else f"{param.name} {self}"
 
+    @abstractmethod
     def _extra(self, param: DType) -> dict[str, Field]:
-        raise NotImplementedError
+        """What is stored beside a 16-bit parameter: suffix -> Field."""
 
+    @abstractmethod
     def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
-        raise NotImplementedError
+        """`encode` for a 16-bit parameter."""
 
+    @abstractmethod
     def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
-        raise NotImplementedError
+        """`decode` for a 16-bit parameter."""
 
 
 @dataclass(frozen=True)
