@@ -27,6 +27,7 @@ test: lint
 
 test-full: lint
 	$(PY) -m pytest -n $(WORKERS) --hypothesis-profile=full $(ARGS)
+	$(PY) tools/test_full.py
 
 lint: setup
 	$(PY) -m ruff check .
