@@ -278,7 +278,7 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
 # What the kernel names itself: a scalar of that name is spelled with an underscore there.
 LOCALS = frozenset(
     "table work item row first numel columns at at_block blocks per_row block tile start lane where live live_block "
-    "origin count before".split()
+    "origin count before number".split()
 )
 
 
@@ -331,7 +331,10 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
         out.append("            where = start[:, None] + lane")
         out.append("            live_block = block < blocks")
         out.append("            live = (lane < columns) & live_block[:, None]")
-        out += call(plain, ["where", "block", "live", "live_block", "where.to(tl.int32)"], "True", " " * 12)
+        if counted:
+            out.append(f"            number = (block.to(tl.int32) * {block})[:, None] + tl.arange(0, {block})[None, :]")
+        number = "number" if counted else "where"
+        out += call(plain, ["where", "block", "live", "live_block", number], "True", " " * 12)
         out.append("    else:")
         pad = " " * 8
     # Addresses move to the item's first tile once, in int64; from there int32 offsets reach.

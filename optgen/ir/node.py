@@ -4,7 +4,7 @@
     expr    = const value                       a number; space host
             | sym name                          a host scalar by name (hyper-parameter, `step`, hoisted let)
             | load buffer                       what the buffer holds, in its storage dtype
-            | index                             position of the element in its tensor, logical order, i32
+            | index                             number of the element, row by row of whole blocks, i32
             | key name                          a 32-bit host word: `step_key`, `stream_key`
             | extent name                       `rows`, `columns` or `elements` of the tensor, as f32; space tensor
             | PRIM expr*                        one row of ops/prims.py

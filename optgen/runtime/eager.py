@@ -50,13 +50,13 @@ class Blocks:
         return x.view(self.rows, self.blocks, 1)
 
     def index(self) -> Tensor:
-        """The element's position in its tensor, logical row-major order; int32, wraps past 2^31."""
-        if self.size == 1:
-            flat = torch.arange(math.prod(self.shape), device=self.device)
-            return flat.to(torch.int32).view(self.shape)
-        lane = torch.arange(self.blocks * self.size, device=self.device).view(1, self.blocks, self.size)
-        row = torch.arange(self.rows, device=self.device).view(self.rows, 1, 1)
-        return (row * self.columns + lane).to(torch.int32)
+        """The element's number, row by row, where each row fills whole blocks; int32, wraps past 2^31.
+
+        Counted so, eight elements that share a hash never straddle two blocks.
+        """
+        lanes = self.rows * self.blocks * self.size
+        flat = torch.arange(lanes, device=self.device).to(torch.int32)
+        return flat.view(self.shape if self.size == 1 else (self.rows, self.blocks, self.size))
 
     def flat(self, x: Tensor) -> Tensor:
         """Values read by `elements`, or that broadcast to them, in the parameter's shape."""

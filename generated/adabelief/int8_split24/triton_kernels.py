@@ -135,9 +135,10 @@ def adabelief_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adabelief_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_var_ptr, exp_avg_var_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4,
                 scalar_5, step_key, stream_key, True,
             )
@@ -367,11 +368,12 @@ def adabelief_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adabelief_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_var_ptr, exp_avg_var_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4,
+                scalar_5, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -639,11 +641,12 @@ def adabelief_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adabelief_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_var_ptr, exp_avg_var_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4,
+                scalar_5, step_key, stream_key, True,
             )
     else:
         origin = first * TILE

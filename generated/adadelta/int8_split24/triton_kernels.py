@@ -144,10 +144,11 @@ def adadelta_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adadelta_float32_tile(
                 p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, acc_delta_ptr, acc_delta_range_ptr, where, block,
-                live, live_block, where.to(tl.int32), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                step_key, stream_key, True,
+                live, live_block, number, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -378,10 +379,11 @@ def adadelta_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adadelta_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, acc_delta_ptr, acc_delta_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), rho, eps, weight_decay, grad_scale, one_minus_rho,
-                minus_lr, step_key, stream_key, True,
+                where, block, live, live_block, number, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -650,10 +652,11 @@ def adadelta_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adadelta_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, acc_delta_ptr, acc_delta_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), rho, eps, weight_decay, grad_scale, one_minus_rho,
-                minus_lr, step_key, stream_key, True,
+                where, block, live, live_block, number, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE

@@ -104,9 +104,10 @@ def adagrad_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adagrad_float32_tile(
-                p_ptr, g_ptr, sum_ptr, sum_range_ptr, where, block, live, live_block, where.to(tl.int32), weight_decay,
-                grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
+                p_ptr, g_ptr, sum_ptr, sum_range_ptr, where, block, live, live_block, number, weight_decay, grad_scale,
+                start_, scalar_1, scalar_2, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -285,8 +286,9 @@ def adagrad_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adagrad_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, sum_ptr, sum_range_ptr, where, block, live, live_block, where.to(tl.int32),
+                p_ptr, g_ptr, weight_low_ptr, sum_ptr, sum_range_ptr, where, block, live, live_block, number,
                 weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
             )
     else:
@@ -503,8 +505,9 @@ def adagrad_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adagrad_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, sum_ptr, sum_range_ptr, where, block, live, live_block, where.to(tl.int32),
+                p_ptr, g_ptr, weight_low_ptr, sum_ptr, sum_range_ptr, where, block, live, live_block, number,
                 weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
             )
     else:

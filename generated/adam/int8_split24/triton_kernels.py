@@ -138,10 +138,11 @@ def adam_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adam_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_3, scalar_4, step_key, stream_key, True,
+                live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                one_over_sqrt_one_minus_beta2_pow_t, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -372,11 +373,11 @@ def adam_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adam_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_3, scalar_4, step_key,
-                stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -645,11 +646,11 @@ def adam_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adam_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_3, scalar_4, step_key,
-                stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -938,11 +939,12 @@ def adam_float32_amsgrad(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adam_float32_amsgrad_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps,
-                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t,
-                scalar_3, scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps, weight_decay,
+                grad_scale, one_minus_beta1, one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1211,11 +1213,12 @@ def adam_bfloat16_amsgrad(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adam_bfloat16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, where.to(tl.int32), beta1,
-                beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_3, scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps,
+                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1520,11 +1523,12 @@ def adam_float16_amsgrad(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adam_float16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, where.to(tl.int32), beta1,
-                beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_3, scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps,
+                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         origin = first * TILE

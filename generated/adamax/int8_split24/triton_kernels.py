@@ -132,9 +132,10 @@ def adamax_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adamax_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_inf_ptr, exp_inf_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
@@ -356,10 +357,11 @@ def adamax_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adamax_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_inf_ptr, exp_inf_range_ptr, where,
-                block, live, live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -616,10 +618,11 @@ def adamax_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adamax_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_inf_ptr, exp_inf_range_ptr, where,
-                block, live, live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
         origin = first * TILE

@@ -107,10 +107,10 @@ def adamw_float32(
             live = (lane < columns) & live_block[:, None]
             adamw_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), eps, grad_scale, one_over_127, one_over_255,
-                one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+                live_block, where, eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale,
+                beta2_times_one_over_255_times_one_over_255, scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9,
+                scalar_10, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -252,7 +252,7 @@ def adamw_bfloat16(
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, where.to(tl.int32), eps, grad_scale, one_over_127, one_over_255,
+                where, block, live, live_block, where, eps, grad_scale, one_over_127, one_over_255,
                 one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                 one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
@@ -398,7 +398,7 @@ def adamw_float16(
             live = (lane < columns) & live_block[:, None]
             adamw_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, where.to(tl.int32), eps, grad_scale, one_over_127, one_over_255,
+                where, block, live, live_block, where, eps, grad_scale, one_over_127, one_over_255,
                 one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                 one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
@@ -540,10 +540,10 @@ def adamw_float32_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_float32_amsgrad_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, where.to(tl.int32), eps, grad_scale,
-                one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255,
-                scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+                max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, eps, grad_scale, one_over_127,
+                one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
+                one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -707,8 +707,8 @@ def adamw_bfloat16_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where.to(tl.int32), eps,
-                grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, eps, grad_scale,
+                one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
                 beta1_times_one_over_127, one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255,
                 scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
             )
@@ -875,8 +875,8 @@ def adamw_float16_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_float16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where.to(tl.int32), eps,
-                grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, eps, grad_scale,
+                one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
                 beta1_times_one_over_127, one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255,
                 scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
             )

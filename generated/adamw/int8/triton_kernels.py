@@ -138,9 +138,10 @@ def adamw_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
                 step_key, stream_key, True,
             )
@@ -371,9 +372,10 @@ def adamw_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
                 step_key, stream_key, True,
             )
@@ -606,9 +608,10 @@ def adamw_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
                 step_key, stream_key, True,
             )
@@ -865,10 +868,11 @@ def adamw_float32_amsgrad(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_amsgrad_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
@@ -1134,10 +1138,11 @@ def adamw_bfloat16_amsgrad(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_amsgrad_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
@@ -1405,10 +1410,11 @@ def adamw_float16_amsgrad(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_amsgrad_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:

@@ -115,7 +115,7 @@ def adamw_float32(
             live = (lane < columns) & live_block[:, None]
             adamw_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
+                live_block, where, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
             )
@@ -327,9 +327,9 @@ def adamw_bfloat16(
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05,
-                scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
+                where, block, live, live_block, where, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+                one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -565,9 +565,9 @@ def adamw_float16(
             live = (lane < columns) & live_block[:, None]
             adamw_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05,
-                scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
+                where, block, live, live_block, where, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+                one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -817,7 +817,7 @@ def adamw_float32_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_float32_amsgrad_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, where.to(tl.int32), beta1, eps, grad_scale,
+                max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, beta1, eps, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05,
                 scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
             )
@@ -1060,8 +1060,8 @@ def adamw_bfloat16_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where.to(tl.int32), beta1,
-                eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, beta1, eps,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
                 step_key, stream_key, True,
             )
@@ -1335,8 +1335,8 @@ def adamw_float16_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_float16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where.to(tl.int32), beta1,
-                eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, beta1, eps,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
                 step_key, stream_key, True,
             )

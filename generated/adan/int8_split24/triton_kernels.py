@@ -195,10 +195,11 @@ def adan_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adan_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), beta1, beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
+                exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block, number, beta1,
+                beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
                 one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
@@ -518,10 +519,11 @@ def adan_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adan_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
                 exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), beta1, beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
+                number, beta1, beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
                 one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
@@ -880,10 +882,11 @@ def adan_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adan_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
                 exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), beta1, beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
+                number, beta1, beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
                 one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,

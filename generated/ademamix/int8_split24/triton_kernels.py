@@ -172,9 +172,10 @@ def ademamix_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             ademamix_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale,
+                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                 one_over_sqrt_one_minus_beta2_pow_t, lr_times_one_over_one_minus_beta1_pow_t, scalar_7, scalar_8,
                 scalar_9, step_key, stream_key, True,
@@ -454,10 +455,11 @@ def ademamix_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             ademamix_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr,
-                exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, where.to(tl.int32), beta1, beta2,
-                eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
+                exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
                 scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_times_one_over_one_minus_beta1_pow_t, scalar_7,
                 scalar_8, scalar_9, step_key, stream_key, True,
             )
@@ -776,10 +778,11 @@ def ademamix_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             ademamix_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr,
-                exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, where.to(tl.int32), beta1, beta2,
-                eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
+                exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
                 scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_times_one_over_one_minus_beta1_pow_t, scalar_7,
                 scalar_8, scalar_9, step_key, stream_key, True,
             )

@@ -135,9 +135,10 @@ def adopt_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adopt_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                live_block, number, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, True,
             )
     else:
@@ -365,11 +366,11 @@ def adopt_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adopt_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, eps, weight_decay, grad_scale,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero,
-                step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -636,11 +637,11 @@ def adopt_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adopt_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, eps, weight_decay, grad_scale,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero,
-                step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -898,10 +899,11 @@ def adopt_float32_decoupled_weight_decay(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adopt_float32_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-                one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key, True,
+                live_block, number, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1,
+                minus_lr, decay, scalar_6, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1126,11 +1128,11 @@ def adopt_bfloat16_decoupled_weight_decay(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adopt_bfloat16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, eps, grad_scale, scalar_0,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key,
-                True,
+                where, block, live, live_block, number, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
+                bound, one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1395,11 +1397,11 @@ def adopt_float16_decoupled_weight_decay(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             adopt_float16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, eps, grad_scale, scalar_0,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key,
-                True,
+                where, block, live, live_block, number, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
+                bound, one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key, True,
             )
     else:
         origin = first * TILE

@@ -140,9 +140,10 @@ def grams_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             grams_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
                 minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
@@ -381,12 +382,12 @@ def grams_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             grams_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
+                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -662,12 +663,12 @@ def grams_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             grams_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
+                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
         origin = first * TILE

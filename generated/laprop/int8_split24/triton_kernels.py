@@ -134,11 +134,12 @@ def laprop_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             laprop_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, grad_scale, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-                minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                live_block, number, beta1, beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
+                eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
+                one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -369,9 +370,10 @@ def laprop_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             laprop_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, grad_scale, scalar_0,
+                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0,
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
                 minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
@@ -644,9 +646,10 @@ def laprop_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             laprop_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, grad_scale, scalar_0,
+                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0,
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
                 minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )

@@ -101,9 +101,10 @@ def lion_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             lion_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, where.to(tl.int32), beta1,
-                beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number, beta1, beta2,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -289,10 +290,11 @@ def lion_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             lion_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number,
+                beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -516,10 +518,11 @@ def lion_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             lion_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number,
+                beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE

@@ -143,10 +143,10 @@ def madgrad_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float32_tile(
                 p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-                stream_key, True,
+                number, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -384,10 +384,11 @@ def madgrad_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block,
-                live, live_block, where.to(tl.int32), weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, True,
+                live, live_block, number, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -666,10 +667,11 @@ def madgrad_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block,
-                live, live_block, where.to(tl.int32), weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, True,
+                live, live_block, number, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -937,9 +939,10 @@ def madgrad_float32_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float32_has_momentum_tile(
                 p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where, block, live,
-                live_block, where.to(tl.int32), weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
+                live_block, number, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
                 one_minus_momentum, step_key, stream_key, True,
             )
     else:
@@ -1179,10 +1182,11 @@ def madgrad_bfloat16_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_bfloat16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where,
-                block, live, live_block, where.to(tl.int32), weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
+                one_minus_momentum, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1457,10 +1461,11 @@ def madgrad_float16_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where,
-                block, live, live_block, where.to(tl.int32), weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
+                one_minus_momentum, step_key, stream_key, True,
             )
     else:
         origin = first * TILE

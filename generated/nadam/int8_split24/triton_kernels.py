@@ -139,11 +139,11 @@ def nadam_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -373,11 +373,12 @@ def nadam_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5,
-                scalar_6, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -646,11 +647,12 @@ def nadam_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5,
-                scalar_6, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -910,9 +912,10 @@ def nadam_float32_decoupled_weight_decay(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_float32_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr,
                 scalar_6, scalar_7, step_key, stream_key, True,
             )
@@ -1148,11 +1151,12 @@ def nadam_bfloat16_decoupled_weight_decay(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr, scalar_6, scalar_7, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr,
+                scalar_6, scalar_7, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1423,11 +1427,12 @@ def nadam_float16_decoupled_weight_decay(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_float16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr, scalar_6, scalar_7, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr,
+                scalar_6, scalar_7, step_key, stream_key, True,
             )
     else:
         origin = first * TILE

@@ -137,10 +137,11 @@ def radam_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             radam_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
+                live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -368,10 +369,11 @@ def radam_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             radam_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -637,10 +639,11 @@ def radam_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             radam_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -899,9 +902,10 @@ def radam_float32_decoupled_weight_decay(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             radam_float32_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5, scalar_6, step_key, stream_key,
                 True,
             )
@@ -1136,11 +1140,12 @@ def radam_bfloat16_decoupled_weight_decay(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             radam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5,
-                scalar_6, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5, scalar_6, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -1413,11 +1418,12 @@ def radam_float16_decoupled_weight_decay(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             radam_float16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5,
-                scalar_6, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5, scalar_6, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE

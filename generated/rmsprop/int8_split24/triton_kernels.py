@@ -108,9 +108,10 @@ def rmsprop_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float32_tile(
-                p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, where, block, live, live_block, where.to(tl.int32),
-                alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, where, block, live, live_block, number, alpha, eps,
+                weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -296,10 +297,10 @@ def rmsprop_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, where, block, live, live_block,
-                where.to(tl.int32), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                stream_key, True,
+                number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -523,10 +524,10 @@ def rmsprop_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, where, block, live, live_block,
-                where.to(tl.int32), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                stream_key, True,
+                number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -763,10 +764,11 @@ def rmsprop_float32_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float32_has_momentum_tile(
                 p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
-                where, block, live, live_block, where.to(tl.int32), alpha, eps, weight_decay, momentum, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, True,
+                where, block, live, live_block, number, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -984,10 +986,11 @@ def rmsprop_bfloat16_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_bfloat16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, momentum_buffer_ptr,
-                momentum_buffer_scale_ptr, where, block, live, live_block, where.to(tl.int32), alpha, eps, weight_decay,
-                momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps, weight_decay, momentum,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1243,10 +1246,11 @@ def rmsprop_float16_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, momentum_buffer_ptr,
-                momentum_buffer_scale_ptr, where, block, live, live_block, where.to(tl.int32), alpha, eps, weight_decay,
-                momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps, weight_decay, momentum,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1499,10 +1503,11 @@ def rmsprop_float32_centered(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float32_centered_tile(
                 p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, True,
+                live_block, number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1725,10 +1730,11 @@ def rmsprop_bfloat16_centered(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_bfloat16_centered_tile(
                 p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-                where, block, live, live_block, where.to(tl.int32), alpha, eps, weight_decay, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, True,
+                where, block, live, live_block, number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1989,10 +1995,11 @@ def rmsprop_float16_centered(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float16_centered_tile(
                 p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-                where, block, live, live_block, where.to(tl.int32), alpha, eps, weight_decay, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, True,
+                where, block, live, live_block, number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -2276,10 +2283,11 @@ def rmsprop_float32_centered_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float32_centered_has_momentum_tile(
                 p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-                momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, where.to(tl.int32),
-                alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -2544,10 +2552,11 @@ def rmsprop_bfloat16_centered_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_bfloat16_centered_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-                momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, where.to(tl.int32),
-                alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -2850,10 +2859,11 @@ def rmsprop_float16_centered_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float16_centered_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-                momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, where.to(tl.int32),
-                alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE

@@ -133,10 +133,11 @@ def rprop_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rprop_float32_tile(
                 p_ptr, g_ptr, prev_ptr, prev_scale_ptr, step_size_ptr, step_size_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, True,
+                live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -357,9 +358,10 @@ def rprop_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rprop_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, prev_ptr, prev_scale_ptr, step_size_ptr, step_size_range_ptr, where, block,
-                live, live_block, where.to(tl.int32), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                live, live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
     else:
@@ -622,9 +624,10 @@ def rprop_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             rprop_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, prev_ptr, prev_scale_ptr, step_size_ptr, step_size_range_ptr, where, block,
-                live, live_block, where.to(tl.int32), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                live, live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
     else:

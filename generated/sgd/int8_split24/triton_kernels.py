@@ -300,10 +300,11 @@ def sgd_float32_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgd_float32_has_momentum_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
+                weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -472,10 +473,11 @@ def sgd_bfloat16_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgd_bfloat16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-                scalar_2, minus_lr, step_key, stream_key, True,
+                live_block, number, weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -684,10 +686,11 @@ def sgd_float16_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgd_float16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-                scalar_2, minus_lr, step_key, stream_key, True,
+                live_block, number, weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -893,10 +896,11 @@ def sgd_float32_nesterov_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgd_float32_nesterov_has_momentum_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
+                momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1081,9 +1085,10 @@ def sgd_bfloat16_nesterov_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgd_bfloat16_nesterov_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                live_block, number, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -1307,9 +1312,10 @@ def sgd_float16_nesterov_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgd_float16_nesterov_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                live_block, number, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
     else:

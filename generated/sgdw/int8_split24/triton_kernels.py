@@ -303,10 +303,11 @@ def sgdw_float32_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float32_has_momentum_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-                minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
+                grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -481,10 +482,11 @@ def sgdw_bfloat16_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_bfloat16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+                live_block, number, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -698,10 +700,11 @@ def sgdw_float16_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+                live_block, number, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -907,10 +910,11 @@ def sgdw_float32_nesterov_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float32_nesterov_has_momentum_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-                one_minus_lr_times_weight_decay, lr_times_grad_scale, lr_times_momentum, step_key, stream_key, True,
+                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
+                momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                lr_times_grad_scale, lr_times_momentum, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1092,9 +1096,10 @@ def sgdw_bfloat16_nesterov_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_bfloat16_nesterov_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                live_block, number, momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                 one_minus_lr_times_weight_decay, lr_times_grad_scale, lr_times_momentum, step_key, stream_key, True,
             )
     else:
@@ -1316,9 +1321,10 @@ def sgdw_float16_nesterov_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float16_nesterov_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                live_block, number, momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                 one_minus_lr_times_weight_decay, lr_times_grad_scale, lr_times_momentum, step_key, stream_key, True,
             )
     else:

@@ -306,10 +306,11 @@ def signum_float32_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             signum_float32_has_momentum_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), momentum, grad_scale, one_minus_momentum_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
+                momentum, grad_scale, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -485,9 +486,10 @@ def signum_bfloat16_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             signum_bfloat16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), momentum, grad_scale, one_minus_momentum_times_grad_scale,
+                live_block, number, momentum, grad_scale, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -701,9 +703,10 @@ def signum_float16_has_momentum(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             signum_float16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, where.to(tl.int32), momentum, grad_scale, one_minus_momentum_times_grad_scale,
+                live_block, number, momentum, grad_scale, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
     else:

@@ -96,10 +96,10 @@ def tiger_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             tiger_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, where.to(tl.int32), beta,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number, beta, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -272,10 +272,11 @@ def tiger_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             tiger_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-                minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number,
+                beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -486,10 +487,11 @@ def tiger_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             tiger_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block,
-                where.to(tl.int32), beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-                minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number,
+                beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE

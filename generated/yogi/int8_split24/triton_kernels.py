@@ -136,9 +136,10 @@ def yogi_float32(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             yogi_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, where.to(tl.int32), beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
+                live_block, number, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
                 minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
                 step_key, stream_key, True,
@@ -382,12 +383,13 @@ def yogi_bfloat16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             yogi_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale,
-                where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale, scalar_5,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
+                minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -665,12 +667,13 @@ def yogi_float16(
             where = start[:, None] + lane
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
+            number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             yogi_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, where.to(tl.int32), beta1, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale,
-                where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale, scalar_5,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
+                minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
