@@ -67,7 +67,7 @@ def number(node: Node) -> str:
     return repr(value)
 
 
-def with_comments(lines: list[tuple[str, str]], limit: int = 116) -> list[str]:
+def with_comments(lines: list[tuple[str, str]], limit: int = 116, comment_mark: str = "#") -> list[str]:
     """Code with its comments in one column, or above the code where both do not fit on a line."""
     width = max((len(code) for code, comment in lines if comment and len(code) < 72), default=0)
     out = []
@@ -75,9 +75,9 @@ def with_comments(lines: list[tuple[str, str]], limit: int = 116) -> list[str]:
         if not comment:
             out.append(code)
         elif len(code) <= width and width + 4 + len(comment) <= limit:
-            out.append(f"{code:<{width}}  # {comment}")
+            out.append(f"{code:<{width}}  {comment_mark} {comment}")
         else:
-            out += [f"# {comment}", code]
+            out += [f"{comment_mark} {comment}", code]
     return out
 
 

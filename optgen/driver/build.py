@@ -270,8 +270,8 @@ def _do(job: Job) -> Printed:
         return {f"{spec.name}/{INIT}": emit.emit_class(spec, job.listed)}
     plan = load.find_plan(job.plan, job.project)
     files = emit.emit_plan(spec, plan, maths=job.maths)
-    if "triton" not in job.backends:
-        files = {name: text for name, text in files.items() if name != "triton_kernels.py"}
+    left = {file for backend, file in emit.FILES.items() if backend not in job.backends}
+    files = {name: text for name, text in files.items() if name not in left}
     return {f"{spec.name}/{plan.name}/{name}": text for name, text in files.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import optgen
 from optgen import passes
-from optgen.backends import host, reference, triton, wrapper
+from optgen.backends import cpp, host, reference, triton, wrapper
 from optgen.backends.host import Unpack
 from optgen.base.errors import UserError
 from optgen.driver import explain, targets
@@ -22,6 +22,9 @@ from optgen.lower import lower, lower_decode, lower_encode
 from optgen.ops.prims import REDUCTIONS
 
 Maths = Literal["strict", "fast"]
+
+FILES = {"triton": "triton_kernels.py", "cpp": "kernels.cpp"}
+"""The file that each backend beside the reference adds to a plan's package."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths
         f"#   traffic   {read + written:g} B per {first.case.param.torch} parameter and step: "
         f"{len(first.fast.sweeps)} sweep, no temporaries"
     )
-    if backend == "triton":
+    if backend in ("triton", "cpp"):
         rules = sorted({r for c in compiled for r in c.fast.program.rules})
         lines.append(f"#   maths     {maths}" + (f"; rounding changed by: {', '.join(rules)}" if rules else ""))
     return "\n".join(lines)
@@ -125,6 +128,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
     """File name -> text of generated/<spec>/<plan>/."""
     compiled = [compile_case(spec, case, maths) for case in targets.cases(spec, plan)]
     scalars, steps, codecs, kernels = Pool(), Pool(), Pool(), Pool()
+    cpp_kernels: dict[str, list[str]] = {}  # under the names of the Triton kernels that do the same
     source = f"{targets.source_name(spec.loc.file)}"
     rows: list[dict[str, Any]] = []
     tiles: dict[str, int] = {}
@@ -155,9 +159,11 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         codec_name = codecs.add(wanted, code)
         tiles[kernel_name] = triton.tile_elements(c.fast)
         limits[kernel_name] = triton.registers(c.fast)
+        if kernel_name not in cpp_kernels:
+            cpp_kernels[kernel_name] = cpp.kernel(c.fast, kernel_name, source)
         rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))
     scalar_names = host.needs(scalars.functions)
-    head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "reference", "triton")}
+    head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "reference", "triton", "cpp")}
     schedules = [s for c in compiled for s in (c.strict, c.decode, c.encode)]
     return {
         "__init__.py": wrapper.render(
@@ -181,6 +187,9 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
             kernels=kernels.functions,
             tiles=tiles,
             registers=limits,
+        ),
+        "kernels.cpp": wrapper.render(
+            "cpp.cpp.j2", header=re.sub("^#", "//", head["cpp"], flags=re.M), kernels=list(cpp_kernels.values())
         ),
     }
 

@@ -28,7 +28,7 @@ from optgen.driver import load
 
 Maths = Literal["strict", "fast"]
 MATHS: tuple[Maths, ...] = ("strict", "fast")
-BACKENDS = ("triton", "reference")
+BACKENDS = ("triton", "cpp", "reference")
 
 DEFAULT_PLANS = ("fp32", "int8_split24")
 

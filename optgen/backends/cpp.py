@@ -1,0 +1,513 @@
+"""C++ kernels for CPUs: one call per (group, plan, dtype) over all its tensors.
+
+A tile is 16 storage blocks (a run of elements where nothing is stored in blocks).  A reduction over a block
+cuts the work on a tile in two: *phase* k reads what the reductions of the phases before it found.  Between
+two phases stands a stage for the blocks' own values, 16 blocks to a vector; a value that a later phase reads
+again is kept in an array on the stack, which the first-level cache holds.  What depends on the element's
+number only by eighths (the hash behind the random bits) is computed once for eight elements.
+
+The text is written over the vector types of `optgen.h`: F, I and M, whose width is the machine's.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, with_comments
+from optgen.backends.triton import scalar_ranges
+from optgen.ir.node import Node, postorder
+from optgen.ir.program import Buffer, Let, Schedule, Store
+from optgen.ir.ranges import Interval, ranges
+from optgen.ops.dtypes import DType
+
+BLOCKS = 16  # storage blocks per tile: one vector of their values at the widest
+FLAT = 1024  # elements per tile where nothing is stored in blocks
+SHARE = 8  # elements that share a hash (lower/noise.py)
+
+# Cycles of one register on the processors of the last years: there is one divider, beside pipes that begin two
+# other operations in each cycle.
+DIVISION, ROOT, OTHER = 8, 12, 0.5
+NORMAL: Interval = (2.0**-126, 2.0**126)  # where the machine's estimate of 1 / x and its Newton step stay finite
+
+_TYPE: Mapping[str, str] = {"f32": "F", "bool": "M"}  # all else is whole numbers, or bits, in an I
+_KEPT: Mapping[str, str] = {"F": "float", "I": "int32_t"}
+_STORED: Mapping[str, str] = {
+    "f32": "float", "bf16": "uint16_t", "f16": "uint16_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t",
+    "u8": "uint8_t",
+}  # fmt: skip
+# What the printed functions name themselves, call or receive, and C++'s own words.
+RESERVED = frozenset(
+    "at blocks live end first step_key stream_key scalars b i W F I M Grad TILE BLOCK BLOCKS COLUMNS tile "
+    "count abs min max fma where sign floor rint sqrt bits as_float to_int to_float lshr rotl lane spread "
+    "reciprocal reciprocal_of_normal load store take_larger take_smaller widen_bfloat16 widen_half "
+    "narrow_half extend16 iota largest smallest across ramp run walk staged Column Tensor Larger Smaller "
+    "float32 bfloat16 float16 alignas auto bool break case catch char class const continue default delete do "
+    "double else enum explicit extern false float for friend goto if inline int long mutable namespace new "
+    "operator private protected public register return short signed sizeof static struct switch template this "
+    "throw true try typedef union unsigned using virtual void volatile while int8_t uint8_t int16_t uint16_t "
+    "int32_t int64_t INFINITY NAN INT32_MIN INT32_MAX memcpy memset".split()
+)
+
+
+def type_of(dtype: DType) -> str:
+    return _TYPE.get(dtype.name, "I")
+
+
+def literal(value: float | int | bool) -> str:
+    """A constant as C++ text, of its exact f32 value."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return "INT32_MIN" if value == -(2**31) else str(value)
+    if math.isnan(value):
+        return "NAN"
+    if math.isinf(value):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    return f"{struct.unpack('f', struct.pack('f', value))[0]!r}f"
+
+
+# C++'s precedence differs from Python's in comparisons, which bind tighter than &, ^ and | there.
+_INFIX: Mapping[str, tuple[str, int]] = {
+    "mul": ("*", 20), "add": ("+", 10), "sub": ("-", 10), "shl": ("<<", 8), "shr": (">>", 8), "lt": ("<", 7),
+    "le": ("<=", 7), "eq": ("==", 6), "ne": ("!=", 6), "and": ("&", 5), "xor": ("^", 4), "or": ("|", 3),
+    "div": ("/", 20),
+}  # fmt: skip
+
+
+class CppPrinter(Printer):
+    """A printer that knows which reciprocals are divisions, and whose operands are normal numbers."""
+
+    def __init__(self, exact: frozenset[int] = frozenset(), normal: frozenset[int] = frozenset()) -> None:
+        super().__init__(SPELL, {})
+        self.exact, self.normal = exact, normal
+
+
+def _infix(p: Printer, n: Node) -> Text:
+    sign, level = _INFIX[n.op]
+    a, b = n.args
+    if n.op == "and" and a.op == "index" and b.op == "const" and b.attr == SHARE - 1:
+        return "lane(i)", ATOM
+    if a.op == "const" and b.op == "const":  # neither is a vector: nothing to overload the operator
+        return f"{type_of(a.dtype)}({literal(a.attr)}) {sign} {p.text(b, level + 1)}", level
+    return f"{p.text(a, level)} {sign} {p.text(b, level + 1)}", level
+
+
+def _mul(p: Printer, n: Node) -> Text:
+    """A product with a reciprocal may be one division."""
+    assert isinstance(p, CppPrinter)
+    for x, y in (n.args, n.args[::-1]):
+        if y.op == "rcp" and y.uid not in p.names and y.uid in p.exact:
+            return f"{p.text(x, 20)} / {p.text(y.args[0], 21)}", 20
+    return _infix(p, n)
+
+
+def _rcp(p: Printer, n: Node) -> Text:
+    assert isinstance(p, CppPrinter)
+    (x,) = n.args
+    if n.space.name == "block" or n.uid in p.exact:
+        return f"1.0f / {p.text(x, 21)}", 20
+    return p.call("reciprocal_of_normal" if x.uid in p.normal else "reciprocal", x)
+
+
+def _call(name: str) -> Spelling:
+    return lambda p, n: p.call(name, *n.args)
+
+
+def _const(p: Printer, n: Node) -> Text:
+    return literal(n.attr), ATOM if isinstance(n.attr, bool) or n.attr >= 0 else 30
+
+
+def _choice(p: Printer, n: Node) -> Text:
+    """A constant branch says its type: a bare number would fit two."""
+    c, x, y = n.args
+
+    def branch(a: Node) -> str:
+        return f"{type_of(a.dtype)}({p.text(a)})" if a.op == "const" else p.text(a)
+
+    return f"where({p.text(c)}, {branch(x)}, {branch(y)})", ATOM
+
+
+def _limit(name: str) -> Spelling:
+    def spell(p: Printer, n: Node) -> Text:
+        args = [f"{type_of(a.dtype)}({p.text(a)})" if a.op == "const" else p.text(a) for a in n.args]
+        return f"{name}({', '.join(args)})", ATOM
+
+    return spell
+
+
+def _cast(p: Printer, n: Node) -> Text:
+    (x,) = n.args
+    to, of = n.dtype.name, x.dtype.name
+    if x.op == "load" and x.attr == "g":
+        return p.express(x)  # read as F, whatever dtype the gradient has
+    if to == "f32":
+        return p.call({"i32": "to_float", "bf16": "widen_bfloat16", "f16": "widen_half"}[of], x)
+    if of == "f32":
+        return p.call({"i32": "to_int", "f16": "narrow_half"}[to], x)
+    if of == "bool":
+        return p.call("to_int", x)
+    if to == "i32" and x.op != "load":  # the narrow value was not in memory: its upper bits still stand
+        return (f"{p.text(x, 5)} & 255", 5) if of == "u8" else p.call("extend16", x)
+    return p.express(x)  # loads widen, stores truncate
+
+
+def _bitcast(p: Printer, n: Node) -> Text:
+    (x,) = n.args
+    to, of = n.dtype.name, x.dtype.name
+    if to == "f32":
+        return p.call("as_float", x)
+    if of == "f32":
+        return p.call("bits", x)
+    if to == "i16":
+        return p.call("extend16", x)
+    return p.express(x)
+
+
+def _load(p: Printer, n: Node) -> Text:
+    if n.attr == "g":
+        return "Grad::load(g_at + i)", ATOM
+    return f"load({n.attr}_at + {'b' if n.space.name == 'block' else 'i'})", ATOM
+
+
+SPELL: dict[str, Spelling] = {
+    **dict.fromkeys(_INFIX, _infix),
+    "mul": _mul,
+    "const": _const,
+    "sym": lambda p, n: (str(n.attr), ATOM),
+    "key": lambda p, n: (str(n.attr), ATOM),
+    "index": lambda p, n: ("(I(first) + iota(i))", ATOM),
+    "load": _load,
+    "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
+    "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
+    "abs": _call("abs"),
+    "min": _limit("min"),
+    "max": _limit("max"),
+    "fma": _call("fma"),
+    "where": _choice,
+    "sign": _call("sign"),
+    "lshr": _call("lshr"),
+    "rotl": _call("rotl"),
+    "cast": _cast,
+    "bitcast": _bitcast,
+    "rint": _call("rint"),
+    "floor": _call("floor"),
+    "sqrt": _call("sqrt"),
+    "rcp": _rcp,
+}
+
+
+@dataclass
+class Phase:
+    """What is done between two rounds of reductions: first for the blocks, then for the elements."""
+
+    blocks: list[Let] = field(default_factory=list)
+    elements: list[Let] = field(default_factory=list)
+    reductions: list[Node] = field(default_factory=list)
+    block_stores: list[Store] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+
+
+class Phases:
+    """Where each value of a sweep is computed, and which values outlive their phase."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        (sweep,) = schedule.sweeps
+        self.program = schedule.program
+        roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
+        self.nodes = list(postorder(roots))
+        known = ranges(roots, scalar_ranges(self.program))
+        self.normal = frozenset(
+            n.uid for n in self.nodes if NORMAL[0] <= known.get(n.uid, (0.0, 0.0))[0] and known[n.uid][1] <= NORMAL[1]
+        )
+        self._level: dict[int, int] = {}
+        self._shared: dict[int, bool] = {}
+        for n in self.nodes:
+            below = max((self._level[a.uid] for a in n.args), default=0)
+            self._level[n.uid] = below + (n.op in ("block_max", "block_min"))
+            self._shared[n.uid] = self._is_shared(n)
+        self.phases = [Phase() for _ in range(1 + max(self._level.values(), default=0))]
+        self.words: list[Let] = []  # one value for eight elements
+        bound = {let.node.uid for let in sweep.lets}
+        self.name: dict[int, str] = {}
+        self._taken = set(RESERVED) | {let.name for let in self.program.host}
+        self._taken |= {f"{b.name}_at" for b in self.program.buffers}
+        for let in sweep.lets:
+            self._name(let.node, let.name)
+            if self._shared[let.node.uid]:
+                self.words.append(let)
+            elif let.node.op not in ("block_max", "block_min"):
+                phase = self.phases[self._level[let.node.uid]]
+                (phase.blocks if let.node.space.name == "block" else phase.elements).append(let)
+        for n in self.nodes:
+            if n.op in ("block_max", "block_min"):
+                self.phases[self._level[n.args[0].uid]].reductions.append(n)
+                self._name(n, "largest_of_block" if n.op == "block_max" else "smallest_of_block")
+            for a in n.args:
+                # The edge of the shared part: its values cross into code that runs per element.
+                if self._shared[a.uid] and not self._shared[n.uid] and a.uid not in bound:
+                    bound.add(a.uid)
+                    self._name(a, "word")
+                    self.words.append(Let(self.name[a.uid], a))
+        self._order = {n.uid: k for k, n in enumerate(self.nodes)}
+        self.words.sort(key=lambda let: self._order[let.node.uid])
+        for s in sweep.stores:  # every buffer is read in phase 0, before any is written
+            phase = self.phases[self._level[s.node.uid]]
+            block = self.program.buffer(s.buffer).space.name == "block"
+            (phase.block_stores if block else phase.stores).append(s)
+        self._find_kept()
+
+    def _is_shared(self, n: Node) -> bool:
+        if n.op == "lshr" and n.args[0].op == "index" and n.args[1].attr >= int(math.log2(SHARE)):
+            return True
+        if not n.args or n.space.name != "elem":
+            return False
+        return all(self._shared[a.uid] or a.space.name == "host" for a in n.args)
+
+    def _name(self, n: Node, wanted: str) -> None:
+        base = f"{wanted}_" if wanted in RESERVED else wanted
+        name, k = base, 1
+        while name in self._taken:
+            k += 1
+            name = f"{base}_{k}"
+        self._taken.add(name)
+        self.name.setdefault(n.uid, name)
+
+    def _trivial(self, n: Node) -> bool:
+        """Whether it is cheaper to compute n again than to keep it: it only looks differently at a named value."""
+        return n.op in ("abs", "neg", "bitcast") and n.space.name == "elem" and n.args[0].uid in self.name
+
+    def phase_roots(self, k: int) -> list[Node]:
+        """What the elements' loop of phase k computes."""
+        phase = self.phases[k]
+        own = [r.args[0] for r in phase.reductions] + [s.node for s in phase.stores]
+        return [let.node for let in phase.elements] + own
+
+    def uses(self, roots: list[Node], own: set[int]) -> list[Node]:
+        """Named values that code for `roots` reads and that are not its `own`, the lets among the roots."""
+        out: dict[int, Node] = {}
+        stack = list(reversed(roots))
+        while stack:
+            n = stack.pop()
+            if n.uid in self.name and n.uid not in own and not self._trivial(n):
+                out.setdefault(n.uid, n)
+            elif n.uid not in own or any(n is r for r in roots):
+                stack.extend(reversed(n.args))
+        return list(out.values())
+
+    def _find_kept(self) -> None:
+        """kept: elements' values that a later phase reads; across: blocks' values that other loops read."""
+        self.kept: list[Node] = []
+        self.across: list[Node] = []
+        for k, phase in enumerate(self.phases):
+            own = {let.node.uid for let in phase.elements}
+            for n in self.uses(self.phase_roots(k), own):
+                if n.space.name == "block":
+                    self._add(self.across, n)
+                elif not self._shared[n.uid]:
+                    self._add(self.kept, n)
+            own = {let.node.uid for let in phase.blocks}
+            roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
+            for n in self.uses(roots, own):
+                if n.op not in ("block_max", "block_min") or self._level[n.uid] != k:
+                    self._add(self.across, n)
+        edge = [a for n in self.nodes if not self._shared[n.uid] for a in n.args if self._shared[a.uid]]
+        self.edge = list({a.uid: a for a in edge}.values())
+
+    def exact(self, k: int) -> frozenset[int]:
+        """The reciprocals of phase k that are divisions: as many as the divider does while the other pipes work."""
+        computed: dict[int, Node] = {}
+        stack = list(self.phase_roots(k))
+        own = {let.node.uid for let in self.phases[k].elements}
+        while stack:
+            n = stack.pop()
+            if n.uid in computed or n.space.name != "elem" or (n.uid in self.name and n.uid not in own):
+                continue
+            computed[n.uid] = n
+            stack.extend(n.args)
+        ops = [n.op for n in computed.values()]
+        left = OTHER * len(ops) - DIVISION * ops.count("div") - ROOT * ops.count("sqrt")
+        wanted = [n for n in computed.values() if n.op == "rcp"]
+        # An estimate that needs care first; else in the program's order, which no other program's nodes disturb.
+        wanted.sort(key=lambda n: (n.args[0].uid in self.normal, self._order[n.uid]))
+        return frozenset(n.uid for n in wanted[: max(0, int(left / DIVISION))])
+
+    @staticmethod
+    def _add(to: list[Node], n: Node) -> None:
+        if all(m is not n for m in to):
+            to.append(n)
+
+
+def _assign(plan: Phases, let: Let, printer: Printer) -> tuple[str, str]:
+    """(code, comment) of a let; from here on its node prints as its name."""
+    text, _ = printer.express(let.node)
+    name = plan.name[let.node.uid]
+    printer.names[let.node.uid] = name
+    # A type of its own: `auto` would keep a constant a plain number.
+    return f"const {_value_type(let.node)} {name} = {text};", comment_of(let)
+
+
+def _value_type(n: Node) -> str:
+    """The gradient is read as F, whatever dtype the program gives it."""
+    return "F" if n.op == "load" and n.attr == "g" else type_of(n.dtype)
+
+
+def _stored(plan: Phases, s: Store, printer: Printer, at: str) -> str:
+    value = printer.text(s.node)
+    if s.node.op in ("const", "sym") or s.node.space.name == "host":
+        value = f"{type_of(s.node.dtype)}({value})"
+    return f"store({s.buffer}_at + {at}, {value});"
+
+
+def _pointer(b: Buffer, position: int) -> str:
+    kind = "typename Grad::stored" if b.role == "grad" else _STORED[b.dtype.name]
+    const = "" if b.writes else "const "
+    return f"{const}{kind} *__restrict {b.name}_at = ({const}{kind} *)at[{position}];"
+
+
+def _buffer_comment(b: Buffer) -> str:
+    access = " and ".join(w for w, yes in (("read", b.reads), ("written", b.writes)) if yes)
+    kind = "float" if b.role == "grad" else b.dtype.torch
+    return f"{kind} [{f'blocks of {b.space.size}' if b.space.size else 'n'}]  {access}"
+
+
+def _column(b: Buffer) -> str:
+    size = "sizeof(typename Grad::stored)" if b.role == "grad" else str(int(b.dtype.bytes))
+    return f"{{{size}, {str(b.space.name == 'block').lower()}, {str(b.writes).lower()}}}"
+
+
+def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
+    """The tile function of one (group, plan, dtype), in a struct that says what its buffers are."""
+    program, plan = schedule.program, Phases(schedule)
+    blocked = program.block > 1
+    tile = BLOCKS * program.block if blocked else FLAT
+    out = ["template <class Grad>", f"struct {function} {{"]
+    out.append(f"    static constexpr int BLOCK = {program.block}, TILE = {tile};")
+    columns = ", ".join(_column(b) for b in program.buffers)
+    out.append("    // bytes per entry, one for a block, written")
+    out.append(f"    static constexpr Column COLUMNS[] = {{{columns}}};")
+    out.append("")
+    extent = "blocks" if blocked else "count"
+    out.append(f"    OPTGEN_ONCE static void tile(char *const *at, int {extent}, const int *live, int32_t first,")
+    out.append("                                 const float *scalars, int32_t step_key, int32_t stream_key) {")
+    body: list[str] = []
+    body += with_comments(
+        [(_pointer(b, k), _buffer_comment(b)) for k, b in enumerate(program.buffers)], comment_mark="//"
+    )
+    read = {n.attr for n in plan.nodes if n.op == "sym"}
+    body += [f"const F {let.name}(scalars[{k}]);" for k, let in enumerate(program.host) if let.name in read]
+    for n in plan.edge:
+        body.append(f"alignas(64) int32_t {plan.name[n.uid]}_kept[TILE / {SHARE}];")
+    for n in plan.kept:
+        body.append(f"alignas(64) {_KEPT[_value_type(n)]} {plan.name[n.uid]}_kept[TILE];")
+    for n in plan.across:
+        if n.op in ("block_max", "block_min"):
+            continue
+        body.append(f"alignas(64) {_KEPT[type_of(n.dtype)]} {plan.name[n.uid]}_kept[TILE / BLOCK];")
+    for phase in plan.phases:
+        body += [f"I {plan.name[n.uid]}_kept[TILE / BLOCK];" for n in phase.reductions]
+    body += _words(plan, extent)
+    for k in range(len(plan.phases)):
+        body += _block_stage(plan, k)
+        body += _element_phase(plan, k, blocked, source)
+    out += [f"        {line}" if line else "" for line in body]
+    return [*out, "    }", "};"]
+
+
+def _words(plan: Phases, extent: str) -> list[str]:
+    """One value for eight elements."""
+    if not plan.words:
+        return []
+    printer = CppPrinter()
+    printer.spell = SPELL | {"lshr": _word_number}
+    lines = [_assign(plan, let, printer) for let in plan.words]
+    for n in plan.edge:
+        lines.append((f"store({plan.name[n.uid]}_kept + i, {plan.name[n.uid]});", ""))
+    size = "BLOCK * blocks" if extent == "blocks" else "count"
+    out = ["", f"// -- one hash for {SHARE} elements"]
+    out.append(f"for (int i = 0; i < ({size} + {SHARE - 1}) / {SHARE}; i += W) {{")
+    return [*out, *(f"    {x}" for x in with_comments(lines, comment_mark="//")), "}"]
+
+
+def _word_number(p: Printer, n: Node) -> Text:
+    x, k = n.args
+    if x.op != "index":
+        return p.call("lshr", x, k)
+    number = f"(lshr(I(first), {int(math.log2(SHARE))}) + iota(i))"
+    rest = k.attr - int(math.log2(SHARE))
+    return (f"lshr({number}, {rest})" if rest else number), ATOM
+
+
+def _block_stage(plan: Phases, k: int) -> list[str]:
+    phase = plan.phases[k]
+    found = plan.phases[k - 1].reductions if k else []
+    if not phase.blocks and not phase.block_stores and not found:
+        return []
+    printer = CppPrinter()
+    lines: list[tuple[str, str]] = []
+    for n in found:
+        name = plan.name[n.uid]
+        lines.append((f"const I {name} = {'largest' if n.op == 'block_max' else 'smallest'}({name}_kept + b);", ""))
+        printer.names[n.uid] = name
+    own = {let.node.uid for let in phase.blocks} | {n.uid for n in found}
+    roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
+    for n in plan.uses(roots, own):
+        lines.append((f"const {type_of(n.dtype)} {plan.name[n.uid]} = load({plan.name[n.uid]}_kept + b);", ""))
+        printer.names[n.uid] = plan.name[n.uid]
+    lines += [_assign(plan, let, printer) for let in phase.blocks]
+    for n in plan.across:
+        if n.uid in own:
+            lines.append((f"store({plan.name[n.uid]}_kept + b, {plan.name[n.uid]});", ""))
+    lines += [(_stored(plan, s, printer, "b"), "") for s in phase.block_stores]
+    out = ["", "// -- blocks", "for (int b = 0; b < blocks; b += W) {"]
+    return [*out, *(f"    {x}" for x in with_comments(lines, comment_mark="//")), "}"]
+
+
+def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str]:
+    phase, roots = plan.phases[k], plan.phase_roots(k)
+    if not roots:
+        return []
+    printer = CppPrinter(plan.exact(k), plan.normal)
+    own = {let.node.uid for let in phase.elements}
+    head: list[str] = []
+    lines: list[tuple[str, str]] = []
+    for n in plan.uses(roots, own):
+        name = plan.name[n.uid]
+        printer.names[n.uid] = name
+        if n.space.name == "block":
+            head.append(f"const {type_of(n.dtype)} {name}({name}_kept[b]);")
+        elif any(n is m for m in plan.edge):
+            lines.append((f"const I {name} = spread({name}_kept, i);", ""))
+        else:
+            lines.append((f"const {_value_type(n)} {name} = load({name}_kept + i);", ""))
+    for n in phase.reductions:
+        head.append(f"I {plan.name[n.uid]}({'INT32_MIN' if n.op == 'block_max' else 'INT32_MAX'});")
+    for let in phase.elements:
+        lines.append(_assign(plan, let, printer))
+    for n in phase.reductions:
+        name = plan.name[n.uid]
+        take = "take_larger" if n.op == "block_max" else "take_smaller"
+        lines.append((f"{take}({name}, {printer.text(n.args[0])}, i, end);", ""))
+    for n in plan.kept:
+        if n.uid in own:
+            lines.append((f"store({plan.name[n.uid]}_kept + i, {plan.name[n.uid]});", ""))
+    lines += [(_stored(plan, s, printer, "i"), "") for s in phase.stores]
+    stages = list(dict.fromkeys(let.stage for let in phase.elements)) or ["encode"]
+    inner = [f"    {x}" for x in with_comments(lines, comment_mark="//")]
+    out = ["", f"// -- elements: {', '.join(stages)}" + (f"  ({source})" if "update" in stages and source else "")]
+    if not blocked:
+        return [*out, "for (int i = 0; i < count; i += W) {", *inner, "}"]
+    out.append("for (int b = 0; b < blocks; b++) {")
+    if phase.reductions:
+        out.append("    const int end = b * BLOCK + (live ? live[b] : BLOCK);")
+    out += [f"    {x}" for x in head]
+    out.append("    for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {")
+    out += [f"    {x}" for x in inner]
+    out.append("    }")
+    out += [f"    {plan.name[n.uid]}_kept[b] = {plan.name[n.uid]};" for n in phase.reductions]
+    return [*out, "}"]
+
+
+__all__ = ["kernel", "literal"]

@@ -1,0 +1,216 @@
+// What generated CPU kernels stand on: vectors, the walk over tensors, and the one exported function.
+//
+// Compiled for what the flags allow: AVX-512, AVX2 or anything.  -ffp-contract=off keeps products and sums
+// apart unless a kernel says fma; -ffast-math is never used (linked in, it would flush subnormals to zero in
+// the whole process).
+#pragma once
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define OPTGEN_SIMD "simd_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define OPTGEN_SIMD "simd_avx2.h"
+#else
+#define OPTGEN_SIMD "simd_portable.h"
+#endif
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#undef INFINITY
+#undef NAN
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
+
+// A tile's function stands once in the file: copies of it for constant arguments would double the time to compile.
+#if defined(__GNUC__) && !defined(__clang__)
+#define OPTGEN_ONCE __attribute__((noinline, noclone))
+#else
+#define OPTGEN_ONCE __attribute__((noinline))
+#endif
+
+namespace {
+
+#include OPTGEN_SIMD
+
+inline F widen_bfloat16(I x) { return as_float(x << 16); }
+inline I extend16(I x) { return (x << 16) >> 16; }
+// -1, 0 or 1; a zero keeps its sign, NaN stays NaN.
+inline F sign(F x) { return where(F(0.0f) < abs(x), as_float((bits(x) & I(INT32_MIN)) | I(0x3f800000)), x); }
+
+struct Larger {
+    I operator()(I a, I b) const { return max(a, b); }
+};
+struct Smaller {
+    I operator()(I a, I b) const { return min(a, b); }
+};
+// The largest (smallest) so far, lanes from `end` on left out.
+inline void take_larger(I &most, I x, int i, int end) {
+    if (__builtin_expect(i + W > end, 0))
+        x = where(iota(i) < I(end), x, I(INT32_MIN));
+    most = max(most, x);
+}
+inline void take_smaller(I &least, I x, int i, int end) {
+    if (__builtin_expect(i + W > end, 0))
+        x = where(iota(i) < I(end), x, I(INT32_MAX));
+    least = min(least, x);
+}
+inline I largest(const I *rows) { return across(rows, Larger()); }
+inline I smallest(const I *rows) { return across(rows, Smaller()); }
+
+// -- gradients: the element type behind the pointer; a kernel reads them as F
+
+struct float32 {
+    typedef float stored;
+    static F load(const float *p) { return ::load(p); }
+};
+struct bfloat16 {
+    typedef uint16_t stored;
+    static F load(const uint16_t *p) { return widen_bfloat16(::load(p)); }
+};
+struct float16 {
+    typedef uint16_t stored;
+    static F load(const uint16_t *p) { return widen_half(::load(p)); }
+};
+
+// -- the walk
+
+struct Column {
+    int bytes;     // per entry
+    bool block;    // one entry for a block, else one for an element
+    bool written;
+};
+
+// A tensor, seen as rows of whole blocks: the last block of a row may hold fewer elements.
+struct Tensor {
+    const int64_t *at;  // an address for each column
+    int64_t numel, columns, blocks_per_row, blocks;
+    int32_t stream_key;
+};
+
+template <class Kernel> constexpr int width() { return sizeof(Kernel::COLUMNS) / sizeof(Column); }
+
+// A flat tensor is one long row.
+template <class Kernel> Tensor read_row(const int64_t *row) {
+    constexpr int n = width<Kernel>(), block = Kernel::BLOCK;
+    Tensor t;
+    t.at = row;
+    t.numel = row[n];
+    t.columns = row[n + 1];
+    if (t.columns % block == 0)
+        t.columns = t.numel;
+    t.blocks_per_row = t.columns ? (t.columns + block - 1) / block : 0;
+    t.blocks = t.columns ? t.numel / t.columns * t.blocks_per_row : 0;
+    t.stream_key = (int32_t)row[n + 2];
+    return t;
+}
+
+// Blocks [first, first + count) of a tensor that are not all whole, or too few for a tile: copied to a tile of their
+// own; reductions leave out what a block lacks.
+template <class Kernel> void staged(const Tensor &t, int64_t first, int count, const float *scalars, int32_t step_key) {
+    constexpr int n = width<Kernel>(), block = Kernel::BLOCK, most = Kernel::TILE / block;
+    int64_t start[most];
+    int live[most];
+    for (int b = 0; b < count; b++) {
+        const int64_t row = (first + b) / t.blocks_per_row, lane = (first + b) % t.blocks_per_row * block;
+        start[b] = row * t.columns + lane;
+        live[b] = (int)(t.columns - lane < block ? t.columns - lane : block);
+    }
+    alignas(64) static thread_local char room[n][Kernel::TILE * 4];
+    char *at[n];
+    for (int c = 0; c < n; c++) {
+        const Column column = Kernel::COLUMNS[c];
+        const char *from = (const char *)t.at[c];
+        at[c] = room[c];
+        if (column.block) {
+            memcpy(room[c], from + first * column.bytes, (size_t)count * column.bytes);
+            continue;
+        }
+        for (int b = 0; b < count; b++) {
+            char *to = room[c] + (size_t)b * block * column.bytes;
+            memcpy(to, from + start[b] * column.bytes, (size_t)live[b] * column.bytes);
+            memset(to + (size_t)live[b] * column.bytes, 0, (size_t)(block - live[b]) * column.bytes);
+        }
+    }
+    Kernel::tile(at, count, live, (int32_t)(first * block), scalars, step_key, t.stream_key);
+    for (int c = 0; c < n; c++) {
+        const Column column = Kernel::COLUMNS[c];
+        if (!column.written)
+            continue;
+        char *to = (char *)t.at[c];
+        if (column.block) {
+            memcpy(to + first * column.bytes, room[c], (size_t)count * column.bytes);
+            continue;
+        }
+        for (int b = 0; b < count; b++)
+            memcpy(to + start[b] * column.bytes, room[c] + (size_t)b * block * column.bytes, (size_t)live[b] * column.bytes);
+    }
+}
+
+// Blocks [first, first + count) of a tensor, whole tiles where they lie flat in memory.
+template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count, const float *scalars, int32_t step_key) {
+    constexpr int n = width<Kernel>(), block = Kernel::BLOCK, most = Kernel::TILE / block;
+    const bool flat = t.columns == t.numel;
+    const int64_t end = first + count;
+    while (first < end) {
+        const int64_t left = end - first;
+        int now = (int)(left < most ? left : most);
+        // Elements that are not stored in blocks are counted one by one: whole registers need no copy.
+        if (block == 1 && now >= W)
+            now -= now % W;
+        const bool whole = flat && (block == 1 ? now % W == 0 : now == most && (first + now) * block <= t.numel);
+        if (whole) {
+            char *at[n];
+            for (int c = 0; c < n; c++)
+                at[c] = (char *)t.at[c] + (Kernel::COLUMNS[c].block ? first : first * block) * Kernel::COLUMNS[c].bytes;
+            Kernel::tile(at, now, nullptr, (int32_t)(first * block), scalars, step_key, t.stream_key);
+        } else {
+            staged<Kernel>(t, first, now, scalars, step_key);
+        }
+        first += now;
+    }
+}
+
+// One step over all tensors.  Work is cut by tiles, evenly; a tile's bits do not depend on who computes it.
+template <class Kernel>
+int32_t run(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {
+    constexpr int most = Kernel::TILE / Kernel::BLOCK, row = width<Kernel>() + 3;
+    int64_t tiles = 0;
+    for (int64_t k = 0; k < tensors; k++)
+        tiles += (read_row<Kernel>(table + k * row).blocks + most - 1) / most;
+    if (threads > tiles)
+        threads = tiles ? (int32_t)tiles : 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#ifdef _OPENMP
+        const int64_t who = omp_get_thread_num(), all = omp_get_num_threads();
+#else
+        const int64_t who = 0, all = 1;
+#endif
+        int64_t low = tiles * who / all, high = tiles * (who + 1) / all;
+        for (int64_t k = 0; k < tensors && low < high; k++) {
+            const Tensor t = read_row<Kernel>(table + k * row);
+            const int64_t own = (t.blocks + most - 1) / most;
+            if (low < own) {
+                const int64_t stop = high < own ? high : own, end = stop * most < t.blocks ? stop * most : t.blocks;
+                walk<Kernel>(t, low * most, end - low * most, scalars, step_key);
+                low = stop;
+            }
+            low -= own;
+            high -= own;
+        }
+    }
+    return 0;
+}
+
+}  // namespace
+
+#define OPTGEN_EXPORT                                                                                                 \
+    extern "C" __attribute__((visibility("default"))) const char *optgen_stamp() { return OPTGEN_STAMP; }             \
+    extern "C" __attribute__((visibility("default"))) int32_t optgen_step(                                            \
+        const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {             \
+        return run<OPTGEN_KERNEL<OPTGEN_GRAD>>(table, tensors, scalars, step_key, threads);                           \
+    }

@@ -1,0 +1,127 @@
+// F, I and M as one AVX2 register each: 8 floats, 8 whole numbers of 32 bits, 8 truths.
+
+constexpr int W = 8;
+
+struct F {
+    __m256 v;
+    F() = default;
+    F(__m256 x) : v(x) {}
+    F(float x) : v(_mm256_set1_ps(x)) {}
+};
+struct I {
+    __m256i v;
+    I() = default;
+    I(__m256i x) : v(x) {}
+    I(int32_t x) : v(_mm256_set1_epi32(x)) {}
+};
+struct M {
+    __m256i v;  // all bits of a lane or none
+};
+
+inline M mask(__m256 x) { return {_mm256_castps_si256(x)}; }
+inline F operator+(F a, F b) { return _mm256_add_ps(a.v, b.v); }
+inline F operator-(F a, F b) { return _mm256_sub_ps(a.v, b.v); }
+inline F operator*(F a, F b) { return _mm256_mul_ps(a.v, b.v); }
+inline F operator/(F a, F b) { return _mm256_div_ps(a.v, b.v); }
+inline F operator-(F a) { return -a.v; }
+inline M operator<(F a, F b) { return mask(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)); }
+inline M operator<=(F a, F b) { return mask(_mm256_cmp_ps(a.v, b.v, _CMP_LE_OQ)); }
+inline M operator==(F a, F b) { return mask(_mm256_cmp_ps(a.v, b.v, _CMP_EQ_OQ)); }
+inline M operator!=(F a, F b) { return mask(_mm256_cmp_ps(a.v, b.v, _CMP_NEQ_UQ)); }
+
+inline I operator+(I a, I b) { return _mm256_add_epi32(a.v, b.v); }
+inline I operator-(I a, I b) { return _mm256_sub_epi32(a.v, b.v); }
+inline I operator*(I a, I b) { return _mm256_mullo_epi32(a.v, b.v); }
+inline I operator&(I a, I b) { return _mm256_and_si256(a.v, b.v); }
+inline I operator|(I a, I b) { return _mm256_or_si256(a.v, b.v); }
+inline I operator^(I a, I b) { return _mm256_xor_si256(a.v, b.v); }
+inline I operator-(I a) { return _mm256_sub_epi32(_mm256_setzero_si256(), a.v); }
+inline I operator<<(I a, int k) { return _mm256_slli_epi32(a.v, k); }
+inline I operator>>(I a, int k) { return _mm256_srai_epi32(a.v, k); }
+inline I lshr(I a, int k) { return _mm256_srli_epi32(a.v, k); }
+inline I rotl(I a, I k) {
+    return _mm256_or_si256(_mm256_sllv_epi32(a.v, k.v), _mm256_srlv_epi32(a.v, (I(32) - k).v));
+}
+inline M operator<(I a, I b) { return {_mm256_cmpgt_epi32(b.v, a.v)}; }
+inline M operator==(I a, I b) { return {_mm256_cmpeq_epi32(a.v, b.v)}; }
+
+inline M operator&(M a, M b) { return {_mm256_and_si256(a.v, b.v)}; }
+inline M operator|(M a, M b) { return {_mm256_or_si256(a.v, b.v)}; }
+inline M operator^(M a, M b) { return {_mm256_xor_si256(a.v, b.v)}; }
+inline M operator~(M a) { return {_mm256_xor_si256(a.v, _mm256_set1_epi32(-1))}; }
+inline M operator<=(I a, I b) { return ~(b < a); }
+inline M operator!=(I a, I b) { return ~(a == b); }
+
+inline F where(M c, F a, F b) { return _mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(c.v)); }
+inline I where(M c, I a, I b) { return _mm256_blendv_epi8(b.v, a.v, c.v); }
+// The machine's own min and max give the second operand where either is NaN: right but for a NaN in the first.
+inline F min(F a, F b) { return where(a == a, _mm256_min_ps(a.v, b.v), a); }
+inline F max(F a, F b) { return where(a == a, _mm256_max_ps(a.v, b.v), a); }
+inline I min(I a, I b) { return _mm256_min_epi32(a.v, b.v); }
+inline I max(I a, I b) { return _mm256_max_epi32(a.v, b.v); }
+inline F abs(F a) { return _mm256_and_ps(a.v, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff))); }
+inline F sqrt(F a) { return _mm256_sqrt_ps(a.v); }
+inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a.v, b.v, c.v); }
+inline F floor(F a) { return _mm256_floor_ps(a.v); }
+inline F rint(F a) { return _mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline I bits(F a) { return _mm256_castps_si256(a.v); }
+inline F as_float(I a) { return _mm256_castsi256_ps(a.v); }
+inline I to_int(F a) { return _mm256_cvttps_epi32(a.v); }
+inline I to_int(M a) { return _mm256_srli_epi32(a.v, 31); }
+inline F to_float(I a) { return _mm256_cvtepi32_ps(a.v); }
+
+// 1 / x from the machine's estimate of 12 bits and one Newton step, within 4 ulp.
+inline F reciprocal_of_normal(F x) {
+    const __m256 r = _mm256_rcp_ps(x.v);
+    return _mm256_fmadd_ps(r, _mm256_fnmadd_ps(x.v, r, _mm256_set1_ps(1.0f)), r);
+}
+// For 0 and Inf the step would make a NaN of a right estimate.
+inline F reciprocal(F x) {
+    const F r = _mm256_rcp_ps(x.v), e = _mm256_fnmadd_ps(x.v, r.v, _mm256_set1_ps(1.0f));
+    return where(e == e, fma(r, e, r), r);
+}
+
+inline F load(const float *p) { return _mm256_loadu_ps(p); }
+inline I load(const int32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+inline I load(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+inline I load(const int8_t *p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+inline I load(const uint16_t *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+inline I load(const int16_t *p) { return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+inline void store(float *p, F x) { _mm256_storeu_ps(p, x.v); }
+inline void store(int32_t *p, I x) { _mm256_storeu_si256((__m256i *)p, x.v); }
+// The low 16 bits of each lane.  Packing saturates, so the upper bits go first.
+inline __m128i low16(I x) {
+    const __m256i low = _mm256_and_si256(x.v, _mm256_set1_epi32(0xffff));
+    return _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+}
+inline void store(uint16_t *p, I x) { _mm_storeu_si128((__m128i *)p, low16(x)); }
+inline void store(int16_t *p, I x) { _mm_storeu_si128((__m128i *)p, low16(x)); }
+inline void store(uint8_t *p, I x) {
+    const __m128i low = low16(_mm256_and_si256(x.v, _mm256_set1_epi32(0xff)));
+    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(low, low));
+}
+inline void store(int8_t *p, I x) { store((uint8_t *)p, x); }
+
+inline F widen_half(I x) { return _mm256_cvtph_ps(low16(x)); }
+inline I narrow_half(F x) { return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)); }
+
+inline I ramp() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+inline I iota(int i) { return ramp() + I(i); }
+// i is a multiple of W, so that the lane within eight is the same at every i.
+inline I lane(int) { return ramp(); }
+// Word i/8, eight times.
+inline I spread(const int32_t *p, int i) { return I(p[i / 8]); }
+
+// Lane j: the largest (smallest) of the 8 lanes of rows[j]; a tree of 7 whole-register steps.
+template <class Op> inline I across(const I *rows, Op op) {
+    __m256i a[4], b[2];
+    for (int j = 0; j < 4; j++) {  // rows j and j + 4: halves of 128 bits
+        const __m256i x = rows[j].v, y = rows[j + 4].v;
+        a[j] = op(I(_mm256_permute2x128_si256(x, y, 0x20)), I(_mm256_permute2x128_si256(x, y, 0x31))).v;
+    }
+    for (int j = 0; j < 2; j++)
+        b[j] = op(I(_mm256_unpacklo_epi64(a[j], a[j + 2])), I(_mm256_unpackhi_epi64(a[j], a[j + 2]))).v;
+    const __m256 x = _mm256_castsi256_ps(b[0]), y = _mm256_castsi256_ps(b[1]);
+    const I even = _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0x88)), odd = _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0xdd));
+    return _mm256_permutevar8x32_epi32(op(even, odd).v, _mm256_setr_epi32(0, 2, 1, 3, 4, 6, 5, 7));
+}
