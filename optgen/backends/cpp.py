@@ -146,7 +146,7 @@ def _cast(p: Printer, n: Node) -> Text:
     if to == "f32":
         return p.call({"i32": "to_float", "bf16": "widen_bfloat16", "f16": "widen_half"}[of], x)
     if of == "f32":
-        return p.call({"i32": "to_int", "f16": "narrow_half"}[to], x)
+        return p.call("narrow_half" if to == "f16" else "to_int", x)
     if of == "bool":
         return p.call("to_int", x)
     if to == "i32" and x.op != "load":  # the narrow value was not in memory: its upper bits still stand
@@ -262,7 +262,7 @@ class Phases:
     def _is_shared(self, n: Node) -> bool:
         if n.op == "lshr" and n.args[0].op == "index" and n.args[1].attr >= int(math.log2(SHARE)):
             return True
-        if not n.args or n.space.name != "elem":
+        if not n.args or n.space.name != "elem" or n.dtype.name != "i32":
             return False
         return all(self._shared[a.uid] or a.space.name == "host" for a in n.args)
 
