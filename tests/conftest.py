@@ -25,6 +25,10 @@ settings.load_profile("daily")
 os.environ["TRITON_INTERPRET"] = "1"
 
 
+# Optimizers step in eager torch unless a test asks for more: exact, and without a compiler's run at each first step.
+os.environ["OPTGEN_BACKEND"] = "reference"
+
+
 # What tests/test_product.py samples; workers of pytest-xdist inherit it from the process that starts them.
 os.environ.setdefault("OPTGEN_SAMPLE_SEED", str(time.time_ns() // 1000 % 1_000_000))
 

@@ -1,4 +1,4 @@
-"""Builds one case's reference and Triton kernel from the compiler and runs both, without the runtime.
+"""Builds one case's reference, Triton and C++ kernels from the compiler and runs them, without the runtime.
 
 Triton runs in its interpreter: a test that imports this must run in a process with TRITON_INTERPRET=1
 (tests/conftest.py sets it before triton is imported).
@@ -6,8 +6,11 @@ Triton runs in its interpreter: a test that imports this must run in a process w
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,13 +18,14 @@ from typing import Any
 import torch
 
 from optgen import passes
-from optgen.backends import host, reference, triton, wrapper
+from optgen.backends import cpp, host, reference, triton, wrapper
 from optgen.driver import targets
 from optgen.driver.emit import unpack_of
 from optgen.ir.program import Schedule
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
+from optgen.runtime import native
 from optgen.runtime.eager import rows_and_columns
 
 
@@ -138,9 +142,51 @@ class Pair:
         scalars = self.scalars("kernel", step, hypers)
         self.triton.f[(len(work),)](pointers, items, *scalars, key, grad, tiles, ragged, aligned, num_warps=1)
 
+    @cached_property
+    def source(self) -> str:
+        """The C++ file of this kernel alone."""
+        return wrapper.render("cpp.cpp.j2", header="// a test", kernels=[cpp.kernel(self.kernels, "f")])
+
+    def run_cpp(
+        self,
+        tensors: Sequence[tuple[dict[str, torch.Tensor], torch.Tensor, int]],
+        step: int,
+        key: int,
+        isa: str = "",
+        threads: int = 1,
+        **hypers: Any,
+    ) -> None:
+        """One call over several tensors (buffers, gradient, stream key), for an instruction set of this machine."""
+        rows = []
+        for buffers, g, stream in tensors:
+            ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
+            rows.append([t.data_ptr() for t in ordered] + [g.numel(), rows_and_columns(g.shape)[1], stream])
+        table = torch.tensor(rows, dtype=torch.int64)
+        scalars = torch.tensor(self.scalars("kernel", step, hypers), dtype=torch.float64).float()
+        library = compiled(self.source, str(tensors[0][1].dtype).removeprefix("torch."), isa)
+        arguments = (table.data_ptr(), len(rows), scalars.data_ptr(), key, threads)
+        types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+        assert library.optgen_step(*(t(a) for t, a in zip(types, arguments, strict=True))) == 0
+
+
+def compiled(source: str, grad: str, isa: str = "") -> ctypes.CDLL:
+    """The library of a file's kernel `f`."""
+    before = os.environ.get("OPTGEN_ISA")
+    try:
+        if isa:
+            os.environ["OPTGEN_ISA"] = isa
+        (library,) = native.load([native.Job("f", source, ("OPTGEN_KERNEL=f", f"OPTGEN_GRAD={grad}"))])
+    finally:
+        os.environ.pop("OPTGEN_ISA", None)
+        if before is not None:
+            os.environ["OPTGEN_ISA"] = before
+    if not isinstance(library, ctypes.CDLL):
+        raise library
+    return library
+
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-__all__ = ["Pair", "plan_of", "same_bits", "schedule", "spec_of"]
+__all__ = ["Pair", "compiled", "plan_of", "same_bits", "schedule", "spec_of"]

@@ -26,10 +26,12 @@ from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
+from optgen.runtime import native
 from optgen.runtime.keys import step_key, stream_key
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
 from optgen.verify.intervals import STRICT, Model
+from tests import harness
 from tests.harness import Pair, plan_of, spec_of
 
 ROOT = Path(__file__).parents[1]
@@ -303,7 +305,7 @@ SHAPES = ((331,), (3, 70))  # more than one tile with a tail; rows that end with
 
 
 def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = SHAPES, steps: int = 2) -> list[Report]:
-    """Compiles a cell and runs it: strict kernel and reference bit for bit, each step against its bound.
+    """Compiles a cell and runs it: strict kernels and reference bit for bit, each step against its bound.
 
     Asserts the first and returns the reports of the second.  Needs a process that interprets Triton kernels.
     """
@@ -313,15 +315,17 @@ def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = SHAPES, 
     reports = []
     for shape in shapes:
         run = Run(built, torch.randn(shape, generator=draw), lr=1e-2, weight_decay=1e-2)
-        for k in range(steps):
+        for _ in range(steps):
             size = 10.0 ** float(torch.randint(-6, 1, (), generator=draw))
             g = (torch.randn(shape, generator=draw) * size).to(getattr(torch, cell.param))
-            twin = run.copy()
-            key = step_key(twin.seed, twin.steps + 1)
-            pair.run_triton(twin.buffers, g, twin.steps + 1, key, twin.stream, **twin.hypers, **twin.host_states)
+            step, key, options = run.steps + 1, step_key(run.seed, run.steps + 1), run.hypers | run.host_states
+            twins = {"triton": run.copy().buffers}
+            pair.run_triton(twins["triton"], g, step, key, run.stream, **options)
+            if native.compiler() is not None:
+                twins["cpp"] = run.copy().buffers
+                pair.run_cpp([(twins["cpp"], g, run.stream)], step, key, **options)
             reports.append(run.checked(g))
-            different = [
-                name for name in run.buffers if not same_bits({name: run.buffers[name]}, {name: twin.buffers[name]})
-            ]
-            assert not different, f"{cell}: kernel and reference differ in {different} at step {k + 1}, shape {shape}"
+            for backend, buffers in twins.items():
+                different = [name for name, kept in run.buffers.items() if not harness.same_bits(kept, buffers[name])]
+                assert not different, f"{cell}: {backend} and reference differ in {different}: step {step}, {shape}"
     return reports

@@ -30,7 +30,7 @@ SHARE = 8  # elements that share a hash (lower/noise.py)
 # Cycles of one register on the processors of the last years: there is one divider, beside pipes that begin two
 # other operations in each cycle.
 DIVISION, ROOT, OTHER = 8, 12, 0.5
-NORMAL: Interval = (2.0**-126, 2.0**126)  # where the machine's estimate of 1 / x and its Newton step stay finite
+NORMAL: Interval = (2.0**-126, 2.0**125)  # where the estimate of 1 / x and its Newton step are neither Inf nor 0
 
 _TYPE: Mapping[str, str] = {"f32": "F", "bool": "M"}  # all else is whole numbers, or bits, in an I
 _KEPT: Mapping[str, str] = {"F": "float", "I": "int32_t"}

@@ -287,9 +287,9 @@ def fuzz(
     examples: Annotated[int, typer.Option("--examples", "-n", min=1, help="How many to draw.")] = 100,
     seed: Annotated[int, typer.Option("--seed", help="Another seed, other examples.")] = 0,
     backend: Annotated[
-        str, typer.Option("--backend", help="reference, or triton (interpreted without a GPU).")
+        str, typer.Option("--backend", help="reference, cpp, or triton (interpreted without a GPU).")
     ] = "reference",
-    maths: Annotated[str, typer.Option("--maths", help="For Triton: strict or fast.")] = "fast",
+    maths: Annotated[str, typer.Option("--maths", help="For triton and cpp: strict or fast.")] = "fast",
     steps: Annotated[int, typer.Option("--steps", min=1, help="At most this many steps per example.")] = 4,
     case: Annotated[str | None, typer.Option("--case", help="One example, as a failure printed it.")] = None,
     json: Json = False,

@@ -164,7 +164,7 @@ def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: st
 
 
 def _is_fast(backend: str, maths: Maths) -> bool:
-    return backend == "triton" and maths == "fast"
+    return backend != "reference" and maths == "fast"
 
 
 # -- many
@@ -205,7 +205,7 @@ def fuzz(
 ) -> Result:
     """`count` examples under a seed, or one given `case`.  `reference`: how the command line named spec and plan."""
     torch.set_num_threads(1)
-    cls = compile_class(spec, plan, maths if backend == "triton" else "fast")
+    cls = compile_class(spec, plan, maths if backend != "reference" else "fast")
     result = Result(0, None, {})
     last: list[tuple[Example, str]] = []
     shrink_until = math.inf
@@ -244,7 +244,7 @@ def fuzz(
             raise
         result.failure, result.crash = last[-1]
         command = f"optgen fuzz {reference or spec.name} --plan {plan.name} --backend {backend}"
-        if backend == "triton":
+        if backend != "reference":
             command += f" --maths {maths}"
         result.reproduce = f"{command} --case {shlex.quote(result.failure.text())}"
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,19 +13,23 @@ from torch import Tensor
 from optgen.runtime import plans, state
 from optgen.runtime.records import Variant
 
+Backend = Literal["reference", "triton", "cpp"]
+"""What makes a step: eager torch, Triton kernels or C++ kernels."""
+
 
 @dataclass(slots=True)
 class Bucket:
     """Parallel lists, one entry per parameter, and what is the same for all.
 
     params, grads  as the user holds them until `localize`, then contiguous
+    kernel         of the C++ backend: its compiled function
     written        (the user's tensor, the contiguous copy that the step writes)
     """
 
     group: int
     plan: ModuleType
     variant: Variant
-    triton: bool
+    backend: Backend
     device: torch.device
     grad_dtype: torch.dtype
     step: int  # steps done
@@ -35,6 +40,7 @@ class Bucket:
     streams: list[int] = field(default_factory=list)
     names: list[str | int] = field(default_factory=list)
     written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    kernel: Callable[..., int] | None = None
 
     def localize(self) -> None:
         """Contiguous params and grads in logical order: the kernels see memory, not strides."""
@@ -55,8 +61,9 @@ class Bucket:
         """Copy back what was copied, count the step, keep the host states."""
         for user, copy in self.written:
             user.copy_(copy)
+        done = self.step + 1
         for s in self.states:
-            s["step"] = self.step + 1
+            s["step"] = done
             for name, value in zip(self.variant.host_names, host, strict=True):
                 s[name] = value
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime import layout, options, plans, state
+from optgen.runtime.arena import Arena
 from optgen.runtime.records import Field, Variant, as_float
 
 Groups = list[dict[str, Any]]
@@ -60,11 +62,12 @@ def read(cls: Any, groups: Groups, saved: Mapping[str, Any]) -> tuple[dict[Any, 
     _known_ids(order, saved_state, misfits)
     loaded: dict[Any, state.State] = {}
     for group in merged:
+        arena = _arena(cls, group, [p for p in group["params"] if saved_state.get(order[id(p)])])
         for i, p in enumerate(group["params"]):
             entry = saved_state.get(order[id(p)])
             if entry:
                 name = group["param_names"][i] if "param_names" in group else order[id(p)]
-                made = _load_one(cls, group, p, entry, name, misfits)
+                made = _load_one(cls, group, p, entry, name, misfits, arena)
                 if made is not None:
                     loaded[p] = made
     misfits.stop()
@@ -144,8 +147,17 @@ def select(cls: Any, group: Mapping[str, Any], p: Tensor) -> tuple[str, ModuleTy
     return name, plan, plans.variant(plan, p.dtype, small, options.flags_of(cls, group))
 
 
+def _arena(cls: Any, group: Mapping[str, Any], params: Sequence[Tensor]) -> Arena:
+    """Room for the states of those parameters that are on the CPU and have a plan: the rest will be refused."""
+    sizes: list[int] = []
+    for p in params:
+        with suppress(TypeError, ValueError):
+            sizes += state.sizes(select(cls, group, p)[2], p, {}) if p.device.type == "cpu" else ()
+    return Arena(sizes)
+
+
 def _load_one(
-    cls: Any, group: Mapping[str, Any], p: Tensor, entry: Any, name: object, misfits: Misfits
+    cls: Any, group: Mapping[str, Any], p: Tensor, entry: Any, name: object, misfits: Misfits, arena: Arena
 ) -> state.State | None:
     """A state for p made of a checkpoint's entry; None where it is empty or was found not to fit."""
     where = state.label(p, name if isinstance(name, (str, int)) else str(name))
@@ -170,10 +182,11 @@ def _load_one(
     if dense:
         if len(misfits.lines) == before:
             values = {key: found[key].to(p.device) for key in variant.states}
-            made.update(layout.encode(plan, variant, p, values, variant.names))
+            room = {f.name: state.zeros(f, p, arena) for f in variant.fields}
+            made.update(layout.encode(plan, variant, p, values, variant.names, room))
         return made
     for f in variant.fields:
-        tensor = _field(f, p, found.get(f.name), where, misfits)
+        tensor = _field(f, p, found.get(f.name), where, misfits, arena)
         if tensor is not None:
             made[f.name] = tensor
     return made
@@ -216,7 +229,7 @@ def _scalars(variant: Variant, found: Mapping[str, Any], dense: bool, where: str
     return made
 
 
-def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits) -> Tensor | None:
+def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits, arena: Arena) -> Tensor | None:
     """A private, contiguous copy of a saved field on p's device; floats are cast to the declared dtype."""
     want = state.describe(f.torch_dtype, layout.field_shape(f, p.shape))
     if not isinstance(value, Tensor):
@@ -226,8 +239,7 @@ def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits) -> Ten
     if tuple(value.shape) != layout.field_shape(f, p.shape) or not (floats or value.dtype == f.torch_dtype):
         misfits.add(f"{where}: {f.name}: expected {want}, got {state.describe(value.dtype, tuple(value.shape))}")
         return None
-    copied = torch.empty(value.shape, dtype=f.torch_dtype, device=p.device)
-    return copied.copy_(value.detach())
+    return state.zeros(f, p, arena).copy_(value.detach())
 
 
 def dense_entry(plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Triton: one launch over all tensors of a bucket.
+"""Which backend makes a step, the tables of addresses that kernels read, and Triton's launches.
+
+Triton: one launch over all tensors of a bucket.
 
 A kernel gets two small tables on the device instead of tensors: a row of addresses and sizes per tensor
 (int64), and a list of work items (tensor row, first tile) (int32).  They are kept between steps and sent
@@ -23,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import layout, plans
-from optgen.runtime.bucket import Bucket
+from optgen.runtime import cpu, layout, native, options, plans, replay
+from optgen.runtime.bucket import Backend, Bucket
 
 TILES = 4
 """Full tiles per work item, where a plan does not say otherwise: amortizes the table look-ups."""
@@ -155,8 +157,11 @@ def signature(bucket: Bucket) -> Signature:
 
 @dataclass(slots=True)
 class Tables:
+    """What a bucket's kernels read: one table for C++, several launches for Triton."""
+
     signature: Signature
     launches: list[Launch]
+    table: cpu.Table | None = None
 
 
 def guard(device: torch.device) -> AbstractContextManager[Any]:
@@ -186,13 +191,17 @@ class Launcher:
             raise
         with guard(bucket.device):
             stream = torch.cuda.current_stream().cuda_stream if bucket.device.type == "cuda" else 0
-            place = (bucket.group, bucket.variant, bucket.grad_dtype, bucket.device, stream, _tuning)
+            place = (bucket.group, bucket.backend, bucket.variant, bucket.grad_dtype, bucket.device, stream, _tuning)
             self._alike[place] += 1  # several buckets where parameters have made unequally many steps
             key = (*place, self._alike[place])
             old = self._kept.get(key)
             if old is None or old.signature != now:
                 bucket.check()
-                old = Tables(now, self._build(bucket, now, old))
+                if bucket.backend == "cpp":
+                    columns, names = now[2], bucket.variant.names
+                    old = Tables(now, [], cpu.table(rows(columns, now[0], now[1]), len(names)))
+                else:
+                    old = Tables(now, self._build(bucket, now, old))
             self._used[key] = old
         return old
 
@@ -253,10 +262,62 @@ def _warn_slow(reason: str) -> None:
     warnings.warn(f"the optimizer steps in eager torch, many times slower than fused: {reason}", stacklevel=2)
 
 
-def choose(option: str, device: torch.device, plan: ModuleType) -> bool:
-    """Whether a group's `backend` option means Triton for tensors on that device; errors say what is missing."""
+def meaning(option: str) -> str:
+    """A group's `backend` option, in which OPTGEN_BACKEND takes the place of "auto"."""
+    if option != "auto":
+        return option
+    asked = os.environ.get("OPTGEN_BACKEND") or "auto"
+    if asked not in options.BACKENDS:
+        raise ValueError(f"OPTGEN_BACKEND must be one of {', '.join(options.BACKENDS)}, got {asked!r}")
+    return asked
+
+
+def choose(option: str, device: torch.device, plan: ModuleType) -> Backend:
+    """What a group's `backend` option means for tensors on that device; errors say what is missing."""
+    option = meaning(option)
     if option == "reference":
-        return False
+        return "reference"
+    if option == "cpp" or (option == "auto" and device.type == "cpu"):
+        return _choose_cpp(option == "cpp", device, plan)
+    return "triton" if _choose_triton(option, device, plan) else "reference"
+
+
+def _choose_cpp(asked: bool, device: torch.device, plan: ModuleType) -> Backend:
+    if device.type != "cpu":
+        raise RuntimeError(f"backend='cpp' does not run on {device.type} tensors")
+    if cpu.source(plan) is None:
+        if asked:
+            raise RuntimeError(f"backend='cpp', but plan {plan.__name__!r} was built without C++ kernels")
+        return "reference"
+    if native.compiler() is None:
+        if asked:
+            raise RuntimeError(f"backend='cpp', but {native.no_compiler()}")
+        _warn_slow(native.no_compiler())
+        return "reference"
+    return "cpp"
+
+
+def compile_all(buckets: Sequence[Bucket], asked: Sequence[str]) -> None:
+    """Gives buckets of the C++ backend their kernels, compiled together; before anything has changed.
+
+    asked   the `backend` option of each bucket's group
+    Where a kernel cannot be had: RuntimeError if it was asked for, else one warning, and eager torch for the bucket.
+    """
+    wanted = [(bucket, option) for bucket, option in zip(buckets, asked, strict=True) if bucket.backend == "cpp"]
+    if not wanted:
+        return
+    found = cpu.kernels([bucket for bucket, _ in wanted], also=[replay.job()])
+    for (bucket, option), made in zip(wanted, found, strict=True):
+        if not isinstance(made, native.Unavailable):
+            bucket.kernel = made
+        elif meaning(option) == "cpp":
+            raise RuntimeError(f"backend='cpp', but {bucket.variant.kernel_name}: {made}")
+        else:
+            _warn_slow(f"{bucket.variant.kernel_name}: {made}")
+            bucket.backend = "reference"
+
+
+def _choose_triton(option: str, device: torch.device, plan: ModuleType) -> bool:
     able = device.type == "cuda" and installed() and plans.has_part(plan, "triton_kernels")
     if able or option == "auto":
         if device.type == "cuda" and not able:

@@ -83,18 +83,20 @@ def encode(
     p: Tensor,
     values: Mapping[str, Tensor | float],
     wanted: Collection[str],
+    room: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The wanted fields for a weight and its states.
 
     p       the parameter (its own dtype, any layout): gives shape, device and the weight
     values  fp values of every state: tensors of p's shape, or one number for all elements
+    room    tensors to write them into; without it they are allocated
     """
     shape, device = p.shape, p.device
     function: Callable[..., Mapping[str, Tensor]] = getattr(
         plans.part(plan, "reference"), f"{variant.codec_name}_encode"
     )
     fields = [f for f in variant.fields if f.name in wanted]
-    out = {f.name: empty_field(f, shape, device) for f in fields}
+    out = {f.name: room[f.name] if room else empty_field(f, shape, device) for f in fields}
     weight = p.detach().contiguous()
     dense = {name: v.contiguous() if isinstance(v, Tensor) else v for name, v in values.items()}
     for piece in pieces(shape, variant.block):

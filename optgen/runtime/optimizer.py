@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from optgen.runtime import checkpoint, keys, launch, layout, memory, options, plans, state
+from optgen.runtime import checkpoint, cpu, keys, launch, layout, memory, options, plans, replay, state
+from optgen.runtime.arena import Arena
 from optgen.runtime.bucket import Bucket, run_reference
 from optgen.runtime.records import Flag, Hyper, Variant, as_float, dtype_name
 
@@ -33,12 +34,12 @@ class Entry(NamedTuple):
 class Choice:
     """What parameters of one dtype and device take in a group: plan, backend, and the variant by their size."""
 
-    __slots__ = ("device", "dtype", "large", "limit", "plan", "small", "triton")
+    __slots__ = ("backend", "device", "dtype", "large", "limit", "plan", "small")
 
     def __init__(self, cls: type, group: dict[str, Any], p: Tensor) -> None:
         self.dtype, self.device = p.dtype, p.device
         self.plan = plans.load(cls, plans.plan_name(cls, group.get("plan"), p.dtype))
-        self.triton = launch.choose(group["backend"], p.device, self.plan)
+        self.backend = launch.choose(group["backend"], p.device, self.plan)
         self.limit = plans.small_numel(self.plan)
         flags = options.flags_of(cls, group)
         self.large = plans.variant(self.plan, p.dtype, False, flags)
@@ -54,7 +55,8 @@ class Optimizer(torch.optim.Optimizer):
     Options beyond the hyper-parameters, per group or for all:
 
     plan      how states and weights are stored: a plan's name, names by parameter dtype, or None for the default
-    backend   "auto" (Triton on GPUs, eager torch elsewhere), "reference" (eager torch) or "triton"
+    backend   "auto" (Triton on GPUs; C++ on CPUs, compiled at the first step; eager torch where those are missing),
+              "reference" (eager torch), "triton" or "cpp"; OPTGEN_BACKEND in the environment replaces "auto"
     seed      of the stochastic rounding; the same bits follow from the same seed, parameter names (positions
               where parameters have none) and steps, in any order or grouping
     maximize  step along the gradient, not against it
@@ -89,6 +91,7 @@ class Optimizer(torch.optim.Optimizer):
         """What is derived from parameters and groups, and neither copied nor pickled."""
         self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}
         self._launcher = launch.Launcher()
+        self._replay = replay.Keeper()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
@@ -170,31 +173,42 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            self._update()
+        self._update()
         return loss
 
     @_disable_dynamo
     def _update(self) -> None:
         """The step proper; torch.compile leaves it as it is (one graph break)."""
+        if not self._replay.again(self.param_groups, self.state):
+            with torch.no_grad():
+                self._sort_and_run()
+
+    def _sort_and_run(self) -> None:
+        """A step that is not like the one before."""
         buckets = self._buckets()
         self._launcher.begin()
         prepared = []
         for bucket in buckets:
             bucket.localize()
-            if bucket.triton:
-                tables = self._launcher.prepare(bucket)
-            else:
+            if bucket.backend == "reference":
                 tables = None
                 bucket.check()
+            else:
+                tables = self._launcher.prepare(bucket)
             prepared.append((bucket, tables, *self._host_scalars(bucket)))
         for bucket, tables, scalars, host in prepared:
             key = keys.step_key(self.param_groups[bucket.group]["seed"], bucket.step + 1)
             if tables is None:
                 run_reference(bucket, scalars, key)
+            elif tables.table is not None:
+                cpu.run(bucket, tables.table, scalars, key)
             else:
                 launch.run(bucket, tables, scalars, key)
             bucket.finish(host)
+        self._replay.keep(
+            type(self), self.param_groups, self.state,
+            [(bucket, tables.table if tables else None) for bucket, tables, *_ in prepared],
+        )  # fmt: skip
 
     def _buckets(self) -> list[Bucket]:
         """Parameters with gradients by what they share; states that are not there yet are made.
@@ -242,7 +256,7 @@ class Optimizer(torch.optim.Optimizer):
                     or device != bucket.device
                 ):
                     key = (number, variant, grad_dtype, device, step, host)
-                    made = Bucket(number, choice.plan, variant, choice.triton, device, grad_dtype, step, host)
+                    made = Bucket(number, choice.plan, variant, choice.backend, device, grad_dtype, step, host)
                     bucket = buckets.setdefault(key, made)
                 if not ready:
                     fresh.append((bucket, len(bucket.params)))
@@ -254,10 +268,20 @@ class Optimizer(torch.optim.Optimizer):
         if len(dtypes) > 2 * position:  # parameters were swapped for others: forget those that left
             live = {id(p) for group in self.param_groups for p in group["params"]}
             self._dtypes = {key: value for key, value in dtypes.items() if key in live}
-        new = [state.create(b.plan, b.variant, b.params[i], b.states[i]) for b, i in fresh]
+        launch.compile_all(list(buckets.values()), [self.param_groups[b.group]["backend"] for b in buckets.values()])
+        arenas = self._arenas(fresh)
+        new = [state.create(b.plan, b.variant, b.params[i], b.states[i], arenas.get(b.group)) for b, i in fresh]
         for (b, i), entry in zip(fresh, new, strict=True):
             states[b.params[i]] = b.states[i] = entry
         return list(buckets.values())
+
+    def _arenas(self, fresh: list[tuple[Bucket, int]]) -> dict[int, Arena]:
+        """Room for the states that are made now, by group."""
+        sizes: dict[int, list[int]] = {}
+        for b, i in fresh:
+            if b.device.type == "cpu":
+                sizes.setdefault(b.group, []).extend(state.sizes(b.variant, b.params[i], b.states[i]))
+        return {group: Arena(found) for group, found in sizes.items()}
 
     def _check_pair(self, p: Tensor, g: Tensor, name: str | int) -> torch.dtype:
         """Refuses gradients and parameters that no kernel takes; the dtype in which kernels read the gradient."""
@@ -304,7 +328,7 @@ class Optimizer(torch.optim.Optimizer):
         group, variant = self.param_groups[bucket.group], bucket.variant
         hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.HYPERS}
         sign = -1.0 if group["maximize"] else 1.0
-        host, count = variant.host_for(bucket.triton)
+        host, count = variant.host_for(bucket.backend != "reference")
         values = host(bucket.step + 1, sign, **hypers, **dict(zip(variant.host_names, bucket.host, strict=True)))
         return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])
 
@@ -323,6 +347,7 @@ class Optimizer(torch.optim.Optimizer):
                 state_dict = changed
         with torch.no_grad():
             loaded, groups = checkpoint.read(type(self), self.param_groups, state_dict)
+        self._replay = replay.Keeper()
         self.state = defaultdict(dict, loaded)
         self.param_groups = groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

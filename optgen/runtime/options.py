@@ -13,7 +13,7 @@ from torch import Tensor
 from optgen.runtime import plans
 from optgen.runtime.records import Flag, Hyper, as_int, dtype_name
 
-BACKENDS = ("auto", "reference", "triton")
+BACKENDS = ("auto", "reference", "triton", "cpp")
 
 IGNORED = frozenset({"foreach", "fused"})
 """torch's choices among its own implementations: accepted in a group, without effect."""

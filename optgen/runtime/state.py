@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime import layout
+from optgen.runtime.arena import Arena, nbytes
 from optgen.runtime.records import Field, Variant, as_float, dtype_name
 
 State = dict[str, Any]
@@ -25,21 +26,30 @@ def label(p: Tensor, name: str | int) -> str:
     return f"parameter {name!r} ({describe(p.dtype, tuple(p.shape))})"
 
 
-def create(plan: ModuleType, variant: Variant, p: Tensor, present: Mapping[str, Any]) -> State:
+def create(
+    plan: ModuleType, variant: Variant, p: Tensor, present: Mapping[str, Any], arena: Arena | None = None
+) -> State:
     """A state before the first step; what `present` already holds stays as it is.
 
     Fields of the weight, and of states with a first value of their own, are encoded; the rest is zero.
+    Fields on the CPU are laid into the arena, where one is given.
     """
     state: State = dict(present)
     state["step"] = 0
     for name, value in variant.host_states:
         state.setdefault(name, value)
     missing = [f for f in variant.fields if f.name not in state]
-    encoded = {f.name for f in missing if f.owner == "p" or f.owner in variant.init}
-    made = layout.encode(plan, variant, p, first_values(variant, p), encoded) if encoded else {}
-    for f in missing:
-        state[f.name] = made[f.name] if f.name in made else zeros(f, p)
-    return state
+    made = {f.name: zeros(f, p, arena) for f in missing}
+    encoded = [f.name for f in missing if f.owner == "p" or f.owner in variant.init]
+    if encoded:
+        layout.encode(plan, variant, p, first_values(variant, p), encoded, made)
+    return state | made
+
+
+def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any]) -> list[int]:
+    """Bytes of the fields that `create` will make, in its order."""
+    fields = [f for f in variant.fields if f.name not in present]
+    return [nbytes(layout.field_shape(f, p.shape), f.torch_dtype) for f in fields]
 
 
 def first_values(variant: Variant, p: Tensor) -> dict[str, Tensor | float]:
@@ -51,9 +61,12 @@ def first_values(variant: Variant, p: Tensor) -> dict[str, Tensor | float]:
     return values
 
 
-def zeros(field: Field, p: Tensor) -> Tensor:
+def zeros(field: Field, p: Tensor, arena: Arena | None = None) -> Tensor:
     """The field's tensor in which every entry decodes to 0."""
     shape = layout.field_shape(field, p.shape)
+    if arena is not None and p.device.type == "cpu":
+        made = arena.zeros(shape, field.torch_dtype)
+        return made.fill_(field.zero) if field.zero else made
     return torch.full(shape, field.zero, dtype=field.torch_dtype, device=p.device)
 
 

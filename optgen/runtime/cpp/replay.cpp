@@ -1,5 +1,5 @@
-// Is this step like the one before?  Looks at every parameter, gradient and state of an optimizer, about 60 ns each,
-// where the same questions asked from Python take half a microsecond per parameter and field.
+// Is this step like the one before?  Looks at every parameter, gradient and state of an optimizer, 60 ns each (states
+// 10 ns), where the same questions asked from Python take half a microsecond per parameter and field.
 //
 // Called with Python's lock held.  Python's functions are those of its stable ABI, declared by hand: its headers need
 // not be installed.  Tensors are read through DLPack's table of functions (Tensor.__dlpack_c_exchange_api__).
@@ -31,6 +31,7 @@ struct DLTensor {
     uint64_t byte_offset;
 };
 typedef int (*Reader)(void *object, DLTensor *out);
+typedef void *(*Pointer)(PyObject *object);
 
 constexpr int32_t CPU = 1;
 
@@ -68,6 +69,15 @@ inline bool fits(PyObject *object, const Form &form, int64_t dtype, Reader reade
     return count == 0 || (dense && t->data);
 }
 
+// Whether the tensor that was there at the last step has its memory where it had it: 7 ns instead of the reader's 53.
+inline bool stays(PyObject *object, int64_t address, Pointer pointer) {
+    try {
+        return (int64_t)pointer(object) == address;
+    } catch (...) {  // no tensor, or one without memory of its own
+        return false;
+    }
+}
+
 enum Kind { NUMBER = 0, TENSOR = 1, OTHER = 2 };
 
 }  // namespace
@@ -94,12 +104,14 @@ EXPORT int64_t optgen_dtype(PyObject *tensor, Reader reader) {
 //             groups, per group: parameters, per parameter: id, dtype of the gradient or -1 for none; if any: address
 //             of the row or 0, form
 //             states, per state: id of the parameter, position in `held` or -1; if any: address of the row or 0, items,
-//             per item: id of the key, kind; NUMBER: index; TENSOR: column, form
+//             per item: id of the key, kind; NUMBER: index; TENSOR: id, column, form
 // numbers   ids of the numbers that states hold
+// reader    DLPack's dltensor_from_py_object_no_sync of torch
+// pointer   torch's function from a tensor to its address, or 0
 // Returns 0 and has filled `held` and the gradients' addresses into the rows; else where it saw a difference.
 EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, PyObject *entries, PyObject *grad_name,
                              PyObject *is_neg, PyObject *none, const int64_t *script, const int64_t *numbers,
-                             Reader reader) {
+                             Reader reader, Pointer pointer) {
     const int64_t *at = script;
     DLTensor t;
     int64_t numel, live = 0;
@@ -186,8 +198,12 @@ EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, 
                 if ((int64_t)value != numbers[*at++])
                     return 12;
             } else if (kind == TENSOR) {
-                const int64_t column = *at++;
+                const bool same = (int64_t)value == at[0];
+                const int64_t column = at[1];
+                at += 2;
                 const Form want = form(at);
+                if (pointer && same && row && stays(value, row[column], pointer))
+                    continue;
                 if (!fits(value, want, want.dtype, reader, &t, &numel) || (row && address(t) != row[column]))
                     return 13;
             }

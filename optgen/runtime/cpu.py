@@ -1,0 +1,135 @@
+"""C++ kernels on CPU tensors: which one a bucket needs, its table, and the launch: one call for all its tensors.
+
+The exported function of a kernel (optgen/runtime/cpp/optgen.h):
+
+    int32_t optgen_step(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads)
+
+table is a row of int64 per tensor, as `launch.rows` makes them.  Elements are divided evenly among the threads; their
+number does not change a bit of the result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from optgen.runtime import native
+from optgen.runtime.bucket import Bucket
+from optgen.runtime.records import dtype_name
+
+SERIAL = 64 * 1024
+"""Elements in all below which one thread does the work: starting a second takes as long as they do."""
+
+Step = Callable[[int, int, "ctypes.Array[ctypes.c_float]", int, int], int]
+"""(address of the table, tensors, scalars, step key, threads) -> 0."""
+
+
+@functools.cache
+def source(plan: ModuleType) -> str | None:
+    """The plan's C++ kernels: `kernels_cpp` of a module made in memory, else kernels.cpp in its package."""
+    text = getattr(plan, "kernels_cpp", None)
+    if isinstance(text, str):
+        return text
+    for folder in getattr(plan, "__path__", ()):
+        path = Path(folder) / "kernels.cpp"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None
+
+
+def job(plan: ModuleType, kernel: str, grad: torch.dtype) -> native.Job:
+    """The library that holds one kernel of a plan, for gradients of that dtype."""
+    text = source(plan)
+    assert text is not None
+    name = dtype_name(grad)
+    return native.Job(f"{kernel}-{name}", text, (f"OPTGEN_KERNEL={kernel}", f"OPTGEN_GRAD={name}"))
+
+
+def kernels(buckets: Sequence[Bucket], also: Sequence[native.Job] = ()) -> list[Step | native.Unavailable]:
+    """The function of each bucket's kernel, compiled where it is new; in place of one that cannot be had, why.
+
+    also   libraries that will be wanted soon, compiled in the same time
+    """
+    jobs = [job(b.plan, b.variant.kernel_name, b.grad_dtype) for b in buckets]
+    found = native.load([*jobs, *also])[: len(jobs)]
+    return [made if isinstance(made, native.Unavailable) else _function(made) for made in found]
+
+
+def _function(library: ctypes.CDLL) -> Step:
+    function = library.optgen_step
+    function.restype = ctypes.c_int32
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A bucket's tensors as its kernel reads them; those without elements are left out.
+
+    rows      int64, `width` a row: addresses of p, g and the fields, numel, columns, stream key
+    elements  in all
+    """
+
+    rows: array[int]
+    width: int
+    elements: int
+
+    @property
+    def address(self) -> int:
+        return self.rows.buffer_info()[0]
+
+    @property
+    def tensors(self) -> int:
+        return len(self.rows) // self.width
+
+
+def table(lines: Sequence[Sequence[int]], fields: int) -> Table:
+    """From the rows of `launch.rows` for tensors of that many fields."""
+    rows = array("q")
+    elements = 0
+    for line in lines:
+        numel = line[-3]
+        if numel:
+            rows.extend(line)
+            elements += numel
+    return Table(rows, fields + 5, elements)
+
+
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def threads(elements: int) -> int:
+    """As many as torch uses; one for little work, and in a forked process: OpenMP's threads did not come along,
+    and GNU's runtime would wait for them for ever."""
+    return torch.get_num_threads() if elements >= SERIAL and not _forked else 1
+
+
+def run(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> None:
+    """One call; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
+    assert bucket.kernel is not None
+    given = (ctypes.c_float * len(scalars))(*scalars)
+    call(bucket.kernel, table, given, step_key)
+    torch.autograd.graph.increment_version(bucket.params)
+
+
+def call(step: Step, table: Table, scalars: ctypes.Array[ctypes.c_float], step_key: int) -> None:
+    code = step(table.address, table.tensors, scalars, step_key, threads(table.elements))
+    if code:
+        raise RuntimeError(f"a C++ kernel refused its table (code {code})")

@@ -1,0 +1,322 @@
+"""The short way through a step that is like the one before.
+
+A step over many small tensors costs more in Python than in its kernels: for 148 tensors of 512 elements, sorting them
+into buckets and reading their addresses took 600 us, their kernel 30.  So what a step found out is kept, as the numbers
+that a small library (cpp/replay.cpp) compares with what is there now: the same parameters, states and fields by
+address, dtype and shape, gradients of the same kind (their addresses go into the kernels' tables), the same counts of
+steps.  Hyper-parameters are compared here, and may change.  Any other difference: the step is made the long way, and
+what that finds is kept instead.
+
+Nothing that a user may want to free is kept alive: tensors are remembered as numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import is_
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime import cpu, keys, native, options
+from optgen.runtime.bucket import Bucket
+
+SOURCE = Path(__file__).resolve().parent / "cpp" / "replay.cpp"
+
+PATIENCE = 64
+"""Most steps that go by before the next attempt, where one differs from the next again and again."""
+
+_NUMBER, _TENSOR, _OTHER = range(3)
+
+
+class Probe:
+    """The library, and torch's reader of tensors."""
+
+    def __init__(self, library: ctypes.CDLL, reader: int) -> None:
+        self.reader, self.pointer = reader, _pointer()
+        self._codes: dict[torch.dtype, int] = {}
+        self._dtype = library.optgen_dtype
+        self._dtype.restype, self._dtype.argtypes = ctypes.c_int64, (ctypes.py_object, ctypes.c_void_p)
+        self.compare = library.optgen_replay
+        self.compare.restype = ctypes.c_int64
+        self.compare.argtypes = (*[ctypes.py_object] * 7, *[ctypes.c_void_p] * 4)
+
+    def code(self, dtype: torch.dtype) -> int:
+        """DLPack's number of a dtype; -1 where it has none."""
+        if dtype not in self._codes:
+            self._codes[dtype] = self._dtype(torch.empty(0, dtype=dtype, device="cpu"), self.reader)
+        return self._codes[dtype]
+
+
+@functools.cache
+def job() -> native.Job:
+    """The library."""
+    return native.Job("replay", SOURCE.read_text(encoding="utf-8"), vector=False, held=True)
+
+
+@functools.cache
+def probe() -> Probe | None:
+    """None where there is no compiler, no such reader, or no lock around Python's objects."""
+    reader = _reader()
+    if reader is None or not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return None
+    made = native.load([job()])[0]
+    return None if isinstance(made, native.Unavailable) else Probe(made, reader)
+
+
+def _reader() -> int | None:
+    """Address of DLPack's dltensor_from_py_object_no_sync for torch's tensors."""
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return None
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    try:
+        api = pointer(capsule, b"dlpack_exchange_api")
+    except (ValueError, TypeError, ctypes.ArgumentError):
+        return None
+    # struct: version {uint32 major, minor}, previous; allocate, from, to, from without ownership, stream
+    if ctypes.c_uint32.from_address(api).value != 1:
+        return None
+    return ctypes.c_void_p.from_address(api + 5 * ctypes.sizeof(ctypes.c_void_p)).value
+
+
+def _pointer() -> int | None:
+    """Address of torch's function from a tensor to its data pointer, which its own compiled wrappers call."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    found = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
+    if type(found) is not int or sys.platform != "linux":
+        return None
+    tensor = torch.empty(1, device="cpu")
+    function = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(found)
+    return found if function(tensor) == tensor.data_ptr() else None
+
+
+class Group:
+    """A parameter group as the last step read it."""
+
+    def __init__(self, cls: Any, group: Mapping[str, Any]) -> None:
+        self.cls = cls
+        self.keys = tuple(group)
+        self.names = _copied(group.get("param_names"))
+        self.plan, self.backend = _copied(group.get("plan")), group["backend"]
+        self.flags = options.flags_of(cls, group)
+        self._read(group)
+
+    def _read(self, group: Mapping[str, Any]) -> None:
+        self.hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.cls.HYPERS}  # may raise
+        self.values = tuple(group.values())
+        self.sign = -1.0 if group["maximize"] else 1.0
+        self.seed = group["seed"]
+        # Numbers and text cannot change without being replaced; tensors, lists and dicts can.
+        self.fixed = all(map(_fixed, map(group.__getitem__, self.hypers))) and _fixed(self.plan)
+
+    def holds(self, group: Mapping[str, Any]) -> bool:
+        """Whether the group asks for the same kernels; its hyper-parameters are read again where they may differ.
+
+        ValueError where one is out of its range.
+        """
+        if group.get("param_names") != self.names:
+            return False
+        now = group.values()
+        if self.fixed and len(now) == len(self.values) and all(map(is_, now, self.values)):
+            return tuple(group) == self.keys
+        if (
+            tuple(group) != self.keys
+            or group["plan"] != self.plan
+            or group["backend"] != self.backend
+            or options.flags_of(self.cls, group) != self.flags
+        ):
+            return False
+        self._read(group)
+        return True
+
+
+def _copied(value: Any) -> Any:
+    return type(value)(value) if isinstance(value, (list, dict)) else value
+
+
+def _fixed(value: object) -> bool:
+    """Whether it cannot change without being another object."""
+    parts = value if type(value) is tuple else (value,)
+    return all(part is None or type(part) in (float, int, str) for part in parts)
+
+
+class Part:
+    """A bucket, without its tensors: `entries` is where its states stand among those of all buckets."""
+
+    def __init__(self, bucket: Bucket, table: cpu.Table, slot: int, entries: slice) -> None:
+        assert bucket.kernel is not None
+        self.group, self.variant, self.kernel, self.table = bucket.group, bucket.variant, bucket.kernel, table
+        self.params = bucket.params
+        self.slot, self.entries = slot, entries
+        self.host, count = bucket.variant.host_for(True)
+        self.scalars = (ctypes.c_float * count)()
+        self.width = count
+        self.names = ("step", *bucket.variant.host_names)
+
+    def numbers(self, group: Group, values: Sequence[Any]) -> tuple[int, list[Any]]:
+        """Fills in the scalars; (step key, the numbers that the states will hold)."""
+        step = values[self.slot] + 1
+        given = dict(zip(self.names[1:], values[self.slot + 1 :], strict=False))
+        made = self.host(step, group.sign, **group.hypers, **given)
+        self.scalars[:] = list(made[: self.width])
+        return keys.step_key(group.seed, step), [step, *made[self.width :]]
+
+
+class Replay:
+    """What the last step found, to be compared with what the next one finds."""
+
+    def __init__(self, probe: Probe, cls: Any, groups: Sequence[Mapping[str, Any]], parts: list[Part]) -> None:
+        self.probe = probe
+        self.groups = [Group(cls, group) for group in groups]
+        self.parts = parts
+        self.script = array("q")
+        self.numbers = array("q")
+        self.values: list[Any] = []
+        self.blank: list[None] = []
+        self.grads: list[Tensor | None] = []
+        self.entries: list[dict[str, Any] | None] = []
+
+    def again(self, groups: Sequence[dict[str, Any]], state: dict[Any, Any]) -> bool:
+        """Make the step, if it is like the last one; False, and nothing has changed, if not.
+
+        ValueError where a hyper-parameter is out of its range; nothing has changed then either.
+        """
+        if len(groups) != len(self.groups):
+            return False
+        for known, group in zip(self.groups, groups, strict=True):
+            if not known.holds(group):
+                return False
+        probe, grads, entries = self.probe, self.grads, self.entries
+        lists = [group["params"] for group in groups]
+        try:
+            if probe.compare(
+                lists, state, grads, entries, "grad", "is_neg", None,
+                self.script.buffer_info()[0], self.numbers.buffer_info()[0],
+                probe.reader, probe.pointer,
+            ):  # fmt: skip
+                return False
+            made = [part.numbers(self.groups[part.group], self.values) for part in self.parts]
+            for part, (key, values) in zip(self.parts, made, strict=True):
+                cpu.call(part.kernel, part.table, part.scalars, key)
+                torch.autograd.graph.increment_version(part.params)
+                self._finish(part, values)
+        finally:
+            grads[:] = self.blank
+            entries[:] = self.blank
+        return True
+
+    def _finish(self, part: Part, values: list[Any]) -> None:
+        for i, (name, value) in enumerate(zip(part.names, values, strict=True)):
+            for entry in self.entries[part.entries]:
+                entry[name] = value  # type: ignore[index]
+            self.values[part.slot + i] = value
+            self.numbers[part.slot + i] = id(value)
+
+
+def record(
+    cls: Any,
+    groups: Sequence[dict[str, Any]],
+    state: Mapping[Any, Any],
+    made: Sequence[tuple[Bucket, cpu.Table]],
+) -> Replay | None:
+    """The replay of a step that these buckets made; None where it has what the library does not compare."""
+    library = probe()
+    if library is None or any(type(group["params"]) is not list for group in groups):
+        return None
+    places: dict[int, tuple[int, int, int]] = {}  # id of the parameter: (bucket, position in it, address of its row)
+    parts, slot, begin = [], 0, 0
+    for number, (bucket, table) in enumerate(made):
+        if bucket.written:
+            return None
+        table = replace(table, rows=table.rows[:])  # the launcher knows the other one by the addresses in it
+        row = table.address
+        for i, p in enumerate(bucket.params):
+            places[id(p)] = (number, i, row if p.numel() else 0)
+            row += 8 * table.width if p.numel() else 0
+        parts.append(Part(bucket, table, slot, slice(begin, begin + len(bucket.params))))
+        slot += len(parts[-1].names)
+        begin += len(bucket.params)
+    kept = Replay(library, cls, groups, parts)
+    kept.blank = [None] * begin
+    kept.grads, kept.entries = list(kept.blank), list(kept.blank)
+    script: list[int] = [len(groups)]
+    for group in groups:
+        script.append(len(group["params"]))
+        for p in group["params"]:
+            place = places.get(id(p))
+            if place is None:
+                script += (id(p), -1)
+            else:
+                script += (id(p), library.code(made[place[0]][0].grad_dtype), place[2], *_form(library, p))
+    script.append(len(state))
+    for p, entry in state.items():
+        place = places.get(id(p))
+        if place is None:
+            script += (id(p), -1)
+            continue
+        number, i, row = place
+        part = parts[number]
+        script += (id(p), part.entries.start + i, row, len(entry))
+        columns = {name: 2 + k for k, name in enumerate(part.variant.names)}
+        slots = {name: part.slot + k for k, name in enumerate(part.names)}
+        for name, value in entry.items():
+            if name in slots:
+                script += (id(name), _NUMBER, slots[name])
+            elif name in columns:
+                script += (id(name), _TENSOR, id(value), columns[name], *_form(library, value))
+            else:
+                script += (id(name), _OTHER)
+    for bucket, part in zip((bucket for bucket, _ in made), parts, strict=True):
+        first = bucket.states[0]
+        if any(s[name] is not first[name] for s in bucket.states for name in part.names):
+            return None
+        kept.values += [first[name] for name in part.names]
+    if any(library.code(dtype) < 0 for dtype in library._codes):
+        return None
+    kept.script.extend(script)
+    kept.numbers.extend(map(id, kept.values))
+    return kept
+
+
+def _form(library: Probe, tensor: Tensor) -> tuple[int, ...]:
+    return (library.code(tensor.dtype), tensor.ndim, *tensor.shape)
+
+
+class Keeper:
+    """An optimizer's replay, and how long it waits before it makes another."""
+
+    def __init__(self) -> None:
+        self.last: Replay | None = None
+        self._wait = 0
+        self._left = 0
+
+    def again(self, groups: Sequence[dict[str, Any]], state: dict[Any, Any]) -> bool:
+        """As `Replay.again`; what did not fit is forgotten."""
+        if self.last is None:
+            return False
+        if self.last.again(groups, state):
+            self._wait = self._left = 0
+            return True
+        self.last = None
+        return False
+
+    def keep(
+        self, cls: Any, groups: Sequence[dict[str, Any]], state: Mapping[Any, Any], made: Sequence[tuple[Bucket, Any]]
+    ) -> None:
+        """After a step the long way: `made` are its buckets and their tables."""
+        if self._left > 0:
+            self._left -= 1
+            return
+        if any(bucket.backend != "cpp" for bucket, _ in made) or not made:
+            return
+        self.last = record(cls, groups, state, made)
+        self._left, self._wait = self._wait, min(2 * self._wait + 1, PATIENCE)

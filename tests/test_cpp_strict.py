@@ -1,0 +1,80 @@
+"""Strict maths: the C++ kernel gives the eager reference's bits, on every instruction set and number of threads."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from optgen.runtime import native
+from tests import harness
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
+
+SHAPES = [(), (1,), (15,), (63,), (64,), (1025,), (16, 64), (5, 70), (3, 7, 11), (40, 147), (3, 320), (3000,)]
+CASES = [
+    *(("adamw", plan, "bfloat16", {}) for plan in ("fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32")),
+    *(("adamw", plan, "bfloat16", {}) for plan in ("int8_split24", "int8_rn_split24", "flashoptim")),
+    ("adamw", "int8", "float32", {}),
+    ("adamw", "int8_split24", "float16", {}),
+    ("adamw", "int8_split24", "bfloat16", {"amsgrad": True}),
+    ("lion", "int8_split24", "bfloat16", {}),
+    ("sgd", "int8_rn_split24", "bfloat16", {"has_momentum": True, "nesterov": True}),
+]
+ISAS = [isa for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.name != "avx512"]
+
+
+def steps(
+    pair: harness.Pair, param: str, grad: str, isa: str, threads: int, salt: int = 0
+) -> list[dict[str, torch.Tensor]]:
+    """The buffers of every shape after three steps; beside them the reference's, compared bit by bit."""
+    generator = torch.Generator().manual_seed(salt)
+    ours, theirs = [], []
+    for shape in SHAPES:
+        weight = torch.randn(shape, generator=generator)
+        ours.append(pair.buffers(shape, weight))
+        theirs.append(pair.buffers(shape, weight))
+    for step in range(1, 4):
+        grads = []
+        for shape in SHAPES:
+            scale = 10.0 ** float(torch.randint(-8, 3, (), generator=generator))
+            g = (torch.randn(shape, generator=generator) * scale).to(getattr(torch, grad))
+            if step == 2:
+                g.view(-1)[::3] = 0
+            grads.append(g)
+        key = 0x1234567 * step
+        for k, (buffers, g) in enumerate(zip(ours, grads, strict=True)):
+            pair.run_reference(buffers, g, step, key, 99 + k, lr=1e-2)
+        items = [(buffers, g, 99 + k) for k, (buffers, g) in enumerate(zip(theirs, grads, strict=True))]
+        pair.run_cpp(items, step, key, isa=isa, threads=threads, lr=1e-2)
+        for shape, a, b in zip(SHAPES, ours, theirs, strict=True):
+            for name in a:
+                assert harness.same_bits(a[name], b[name]), (shape, step, name)
+    return theirs
+
+
+@pytest.mark.parametrize("isa", [isa.name for isa in ISAS])
+@pytest.mark.parametrize(("name", "plan", "param", "flags"), CASES, ids=lambda x: str(x))
+def test_same_bits(name: str, plan: str, param: str, flags: dict[str, bool], isa: str, tmp_path: Path) -> None:
+    spec = harness.spec_of(name)
+    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of(plan), param, "strict", flags), tmp_path)
+    steps(pair, param, param, isa, 2, zlib.crc32(f"{name} {plan}".encode()))
+
+
+@pytest.mark.parametrize("grad", ["float32", "bfloat16", "float16"])
+def test_gradients_of_another_dtype(grad: str, tmp_path: Path) -> None:
+    spec = harness.spec_of("adamw")
+    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of("int8_split24"), "bfloat16", "strict"), tmp_path)
+    steps(pair, "bfloat16", grad, ISAS[0].name, 1)
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+def test_any_number_of_threads_gives_the_same_bits(plan: str, tmp_path: Path) -> None:
+    spec = harness.spec_of("adamw")
+    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of(plan), "bfloat16", "strict"), tmp_path)
+    one, two, seven = (steps(pair, "bfloat16", "bfloat16", ISAS[0].name, threads) for threads in (1, 2, 7))
+    for a, b, c in zip(one, two, seven, strict=True):
+        for name in a:
+            assert harness.same_bits(a[name], b[name]) and harness.same_bits(a[name], c[name])
