@@ -62,6 +62,20 @@ class HyperDecl:
         bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The range as the closed interval of the fp64 numbers in it."""
+        low, high = -math.inf, math.inf
+        if self.ge is not None:
+            low = float(self.ge)
+        elif self.gt is not None:
+            low = math.nextafter(self.gt, math.inf)
+        if self.le is not None:
+            high = float(self.le)
+        elif self.lt is not None:
+            high = math.nextafter(self.lt, -math.inf)
+        return low, high
+
     def allows(self, value: float) -> bool:
         """Whether one number is in the range; NaN never is."""
         return (

@@ -134,13 +134,8 @@ def hyper_names(spec: Spec) -> tuple[str, ...]:
 
 
 def hyper_ranges(spec: Spec) -> tuple[tuple[str, tuple[float, float]], ...]:
-    """Closed intervals of the hyper-parameters and the step; open ends are taken as closed."""
-    out: list[tuple[str, tuple[float, float]]] = [("step", (1.0, math.inf))]
-    for h in spec.hypers:
-        low = max((float(x) for x in (h.ge, h.gt) if x is not None), default=-math.inf)
-        high = min((float(x) for x in (h.le, h.lt) if x is not None), default=math.inf)
-        out += [(part, (low, high)) for part in h.parts]
-    return tuple(out)
+    """Closed intervals of the hyper-parameters and the step."""
+    return (("step", (1.0, math.inf)), *((part, h.interval) for h in spec.hypers for part in h.parts))
 
 
 def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DType | None = None) -> Program:

@@ -8,7 +8,7 @@ rewrite (EXACT):
     x * 1 -> x        x - 0 -> x        -(-x) -> x        host constants are computed
 rewrite (ROUNDS):
     group     a * (h * b) / s -> (a-free host and block factors first): one multiplication per element
-    root      sqrt(h * x) -> sqrt(h) * sqrt(x): the root of a state is shared by whoever needs it
+    root      sqrt(h * x) -> sqrt(h) * sqrt(x), h >= 0: the root of a state is shared by whoever needs it
     eps       a / (h * x + e) -> (a / h) / (x + e / h), h and e in host space
     step      h * a / (x + e) -> a / (x / h + e / h), h >= 0: the learning rate costs nothing; h < 2^-100 counts as 0,
               under which the denominator is infinite and the quotient 0
@@ -123,7 +123,9 @@ class Grouper:
             return Product(_div(x.host, y.host), _div(x.block, y.block), x.num + y.den, x.den + y.num)
         if node.op == "sqrt":
             p = self.product(node.args[0])
-            if p.host is not None or p.block is not None:
+            factors = [x for x in (p.host, p.block) if x is not None]
+            # Below 0 the root of the product may exist where those of its factors do not.
+            if factors and all(self.intervals(x)[0] >= 0 for x in factors):
                 self.fired.add("root")
                 inner = self.join(replace(p, host=None, block=None))
                 return Product(_sqrt(p.host), _sqrt(p.block), [ir.op("sqrt", inner)] if inner else [])
@@ -133,7 +135,7 @@ class Grouper:
         if node.op == "add" and node.space == spaces.elem:
             for x, e in (node.args, node.args[::-1]):
                 p = self.product(x)
-                if e.space == spaces.host and p.host is not None and never_zero(p.host):
+                if e.space == spaces.host and p.host is not None and never_zero(p.host, self.intervals):
                     self.fired.add("eps")
                     inner = self.join(replace(p, host=None))
                     assert inner is not None
@@ -182,10 +184,10 @@ class Grouper:
         return node
 
 
-def distribute(program: Program) -> tuple[Program, bool]:
+def distribute(program: Program, intervals: Intervals) -> tuple[Program, bool]:
     """h * (x + y) -> h * x + h * y where x and y have host factors for h to join and only this reads the sum."""
     uses = Counter(a.uid for n in postorder(program.roots()) for a in n.args)
-    scaled = Grouper(Intervals({}))
+    scaled = Grouper(intervals)
     fired = False
 
     def rule(node: Node) -> Node:
@@ -209,7 +211,7 @@ def fold(program: Program) -> Program:
     if program.maths == "strict":
         return program
     intervals = Intervals(dict(program.ranges))
-    program, distributed = distribute(program)
+    program, distributed = distribute(program, intervals)
     group = Grouper(intervals)
     program = program.map(Rewriter(group))
     if distributed:
