@@ -240,7 +240,7 @@ def never_zero(node: Node, intervals: Intervals) -> bool:
         if not is_correction(node) or not is_step(a[1].args[1]):
             return False
         low, high = intervals(a[1].args[0])
-        return -1 < low and high < 1
+        return low > -1 and high < 1
     if op in ("sqrt", "neg"):
         return never_zero(a[0], intervals)
     return op in ("mul", "div") and all(never_zero(x, intervals) for x in a)
