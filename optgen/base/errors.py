@@ -157,6 +157,11 @@ TABLE: dict[str, Row] = {
         "{reason}",
         "choose another format or rounding for `{state}`, or give the plan `forced=` with your reason",
     ),
+    "E308": Row(
+        "plan {plan} keeps {first} and {second} both under the name `{field}`",
+        "the parts of what is kept are named by the value and a suffix; opt.state[p] has one tensor per name",
+        "give the state another name than `{field}`",
+    ),
     # E4xx: finding, building and writing
     "E401": Row("{text}", "Python cannot read this file"),
     "E402": Row("{kind}: {text}", "raised by Python while this file was loaded"),

@@ -15,7 +15,7 @@ from optgen.backends.host import Unpack
 from optgen.base.errors import UserError
 from optgen.driver import explain, targets
 from optgen.driver.targets import Case
-from optgen.formats.plan import Plan
+from optgen.formats.plan import Plan, field_name
 from optgen.ir.program import Program, Schedule
 from optgen.lang.spec import Spec
 from optgen.lower import lower, lower_decode, lower_encode
@@ -220,8 +220,6 @@ def _variant_row(
 
 def _zero(case: Case, buffer: str) -> int | float:
     """The entry of a field that decodes to 0."""
-    from optgen.lower.program import field_name
-
     for suffix, f in case.storage.master.fields(case.param).items():
         if suffix and buffer == field_name("weight", suffix):
             return f.zero

@@ -57,15 +57,20 @@ class Storage:
 
     def fields(self) -> dict[str, Field]:
         """Every stored tensor but the parameter: "weight_<suffix>", then "<state>" and "<state>_<suffix>"."""
-        out = {f"weight_{k}": v for k, v in self.master.fields(self.param).items() if k}
+        out = {field_name("weight", k): v for k, v in self.master.fields(self.param).items() if k}
         for name, fmt in self.states.items():
-            out |= {f"{name}_{k}" if k else name: v for k, v in fmt.fields().items()}
+            out |= {field_name(name, k): v for k, v in fmt.fields().items()}
         return out
 
     @property
     def bytes_per_param(self) -> float:
         """Bytes per parameter between steps: weight and states, without the gradient."""
         return self.param.bytes + sum(f.bytes_per_param for f in self.fields().values())
+
+
+def field_name(owner: str, suffix: str) -> str:
+    """The key in opt.state[p]: the state's own name, or that and the field's suffix."""
+    return owner if not suffix else f"{owner}_{suffix}"
 
 
 def _assigned_name(frame: FrameType) -> str:
@@ -197,6 +202,7 @@ class Plan:
                 chosen[state.name] = chosen[state.name].absolute()
         self._check_states(states, chosen)
         master = Native() if param is f32 else self.master
+        self._check_fields(states, chosen, master, param)
         nonneg = frozenset(s.name for s in states if s.nonneg)
         return Storage(self, param, small, master, chosen, nonneg)
 
@@ -218,6 +224,23 @@ class Plan:
         if small:
             return self.small
         return self.nonneg if state.nonneg else self.signed
+
+    def _check_fields(
+        self, states: Sequence[StateDecl], chosen: Mapping[str, Format], master: Master, param: DType
+    ) -> None:
+        """No two tensors of opt.state[p] may share a name."""
+        taken = {field_name("weight", k): "the weight" for k in master.fields(param) if k}
+        # Under its own name a state is what its author wrote; a suffix is what the plan adds to it.
+        for state in sorted(states, key=lambda s: len(s.name)):
+            for suffix in chosen[state.name].fields():
+                name, what = field_name(state.name, suffix), f"a part of `{state.name}`"
+                if name in taken:
+                    places = tuple(x for x in (state.loc, self.loc) if x is not None)
+                    second = f"state `{state.name}`" if not suffix else what
+                    raise UserError(
+                        "E308", loc=places, plan=self.name, first=taken[name], second=second, field=name
+                    )  # fmt: skip
+                taken[name] = f"state `{name}`" if not suffix else what
 
     def _check_states(self, states: Sequence[StateDecl], chosen: Mapping[str, Format]) -> None:
         sizes: dict[int, str] = {}

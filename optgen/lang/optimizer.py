@@ -130,6 +130,9 @@ def _check_names(spec: Spec) -> None:
     for name, loc in named:
         if name in RESERVED or (name in CALLED and name not in tensors):
             raise UserError("E115", loc=loc, name=name, why="generated code needs this name")
+        if name in tensors and name.startswith(("in_", "out_")):
+            why = "generated code puts in_ and out_ before the names of states"
+            raise UserError("E115", loc=loc, name=name, why=why)
         if not is_snake(name):
             raise UserError("E115", loc=loc, name=name, why="names are in snake_case")
         if name in seen:
