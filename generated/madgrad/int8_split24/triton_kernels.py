@@ -25,8 +25,7 @@ from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min,
 @triton.jit
 def madgrad_float32_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, at, at_block, live, live_block,
-    index, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key,
-    MASKED: tl.constexpr,
+    index, weight_decay, eps, grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -53,24 +52,18 @@ def madgrad_float32_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2), grad_sum_sq) + eps), p)
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -112,9 +105,9 @@ def madgrad_float32_tile(
 
 @triton.jit
 def madgrad_float32(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -146,7 +139,7 @@ def madgrad_float32(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float32_tile(
                 p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block, live, live_block,
-                number, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
+                number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -163,7 +156,7 @@ def madgrad_float32(
             madgrad_float32_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
-                weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, False,
+                weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -173,14 +166,14 @@ def madgrad_float32(
             madgrad_float32_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
+                weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def madgrad_float32_small_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -191,24 +184,18 @@ def madgrad_float32_small_tile(
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
-    grad_sum_sq_fma = tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     put(p_ptr, at, z, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -217,9 +204,9 @@ def madgrad_float32_small_tile(
 
 @triton.jit
 def madgrad_float32_small(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -243,7 +230,7 @@ def madgrad_float32_small(
         start = tile * TILE
         madgrad_float32_small_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, False,
+            eps, grad_scale, weight, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -251,15 +238,15 @@ def madgrad_float32_small(
         live = at < count - start
         madgrad_float32_small_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, live, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
+            eps, grad_scale, weight, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, at, at_block,
-    live, live_block, index, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-    stream_key, MASKED: tl.constexpr,
+    live, live_block, index, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -290,24 +277,18 @@ def madgrad_bfloat16_tile(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2), grad_sum_sq) + eps), p)
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -352,9 +333,9 @@ def madgrad_bfloat16_tile(
 
 @triton.jit
 def madgrad_bfloat16(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -387,8 +368,7 @@ def madgrad_bfloat16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block,
-                live, live_block, number, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-                stream_key, True,
+                live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -406,8 +386,7 @@ def madgrad_bfloat16(
             madgrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, False,
+                at_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -417,16 +396,14 @@ def madgrad_bfloat16(
             madgrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, True,
+                live_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def madgrad_bfloat16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key,
-    MASKED: tl.constexpr,
+    weight_decay, eps, grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -441,24 +418,18 @@ def madgrad_bfloat16_small_tile(
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
-    grad_sum_sq_fma = tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -478,9 +449,9 @@ def madgrad_bfloat16_small_tile(
 
 @triton.jit
 def madgrad_bfloat16_small(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -507,8 +478,7 @@ def madgrad_bfloat16_small(
         start = tile * TILE
         madgrad_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at,
-            0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-            stream_key, False,
+            0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -516,16 +486,15 @@ def madgrad_bfloat16_small(
         live = at < count - start
         madgrad_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0,
-            live, 0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-            step_key, stream_key, True,
+            live, 0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, at, at_block,
-    live, live_block, index, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-    stream_key, MASKED: tl.constexpr,
+    live, live_block, index, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -562,24 +531,18 @@ def madgrad_float16_tile(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2), grad_sum_sq) + eps), p)
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -635,9 +598,9 @@ def madgrad_float16_tile(
 
 @triton.jit
 def madgrad_float16(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -670,8 +633,7 @@ def madgrad_float16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block,
-                live, live_block, number, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-                stream_key, True,
+                live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -689,8 +651,7 @@ def madgrad_float16(
             madgrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, False,
+                at_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -700,16 +661,14 @@ def madgrad_float16(
             madgrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, True,
+                live_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def madgrad_float16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key,
-    MASKED: tl.constexpr,
+    weight_decay, eps, grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -730,24 +689,18 @@ def madgrad_float16_small_tile(
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
-    grad_sum_sq_fma = tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -778,9 +731,9 @@ def madgrad_float16_small_tile(
 
 @triton.jit
 def madgrad_float16_small(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -807,8 +760,7 @@ def madgrad_float16_small(
         start = tile * TILE
         madgrad_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at,
-            0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-            stream_key, False,
+            0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -816,16 +768,15 @@ def madgrad_float16_small(
         live = at < count - start
         madgrad_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0,
-            live, 0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-            step_key, stream_key, True,
+            live, 0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_float32_has_momentum_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, at, at_block, live,
-    live_block, index, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-    one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -855,14 +806,11 @@ def madgrad_float32_has_momentum_tile(
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -907,9 +855,8 @@ def madgrad_float32_has_momentum_tile(
 @triton.jit
 def madgrad_float32_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -942,8 +889,8 @@ def madgrad_float32_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float32_has_momentum_tile(
                 p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where, block, live,
-                live_block, number, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-                one_minus_momentum, step_key, stream_key, True,
+                live_block, number, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -961,8 +908,8 @@ def madgrad_float32_has_momentum(
             madgrad_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, at, at_block,
-                before + start + at, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-                one_minus_momentum, step_key, stream_key, False,
+                before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
+                False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -972,16 +919,15 @@ def madgrad_float32_has_momentum(
             madgrad_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, live, live_block,
-                before + start + at, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-                one_minus_momentum, step_key, stream_key, True,
+                before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
+                True,
             )
 
 
 @triton.jit
 def madgrad_float32_has_momentum_small_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key,
-    MASKED: tl.constexpr,
+    grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -995,14 +941,11 @@ def madgrad_float32_has_momentum_small_tile(
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -1014,9 +957,8 @@ def madgrad_float32_has_momentum_small_tile(
 @triton.jit
 def madgrad_float32_has_momentum_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1042,8 +984,7 @@ def madgrad_float32_has_momentum_small(
         start = tile * TILE
         madgrad_float32_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, at, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, False,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1051,16 +992,15 @@ def madgrad_float32_has_momentum_small(
         live = at < count - start
         madgrad_float32_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, live, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, True,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_bfloat16_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, at,
-    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-    one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1094,14 +1034,11 @@ def madgrad_bfloat16_has_momentum_tile(
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -1149,9 +1086,8 @@ def madgrad_bfloat16_has_momentum_tile(
 @triton.jit
 def madgrad_bfloat16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1185,8 +1121,8 @@ def madgrad_bfloat16_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_bfloat16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where,
-                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-                one_minus_momentum, step_key, stream_key, True,
+                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1205,8 +1141,8 @@ def madgrad_bfloat16_has_momentum(
             madgrad_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1217,15 +1153,14 @@ def madgrad_bfloat16_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
                 at_block, live, live_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+                one_minus_momentum, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def madgrad_bfloat16_has_momentum_small_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-    stream_key, MASKED: tl.constexpr,
+    weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1243,14 +1178,11 @@ def madgrad_bfloat16_has_momentum_small_tile(
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -1273,9 +1205,8 @@ def madgrad_bfloat16_has_momentum_small_tile(
 @triton.jit
 def madgrad_bfloat16_has_momentum_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1305,7 +1236,7 @@ def madgrad_bfloat16_has_momentum_small(
         madgrad_bfloat16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
             x0_ptr + start, at, 0, at, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
+            one_minus_momentum, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1314,15 +1245,15 @@ def madgrad_bfloat16_has_momentum_small(
         madgrad_bfloat16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
             x0_ptr + start, at, 0, live, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+            one_minus_momentum, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_float16_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, at,
-    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-    one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1362,14 +1293,11 @@ def madgrad_float16_has_momentum_tile(
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -1428,9 +1356,8 @@ def madgrad_float16_has_momentum_tile(
 @triton.jit
 def madgrad_float16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1464,8 +1391,8 @@ def madgrad_float16_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where,
-                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-                one_minus_momentum, step_key, stream_key, True,
+                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1484,8 +1411,8 @@ def madgrad_float16_has_momentum(
             madgrad_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1496,15 +1423,14 @@ def madgrad_float16_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
                 at_block, live, live_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+                one_minus_momentum, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def madgrad_float16_has_momentum_small_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-    stream_key, MASKED: tl.constexpr,
+    weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1528,14 +1454,11 @@ def madgrad_float16_has_momentum_small_tile(
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
     grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -1569,9 +1492,8 @@ def madgrad_float16_has_momentum_small_tile(
 @triton.jit
 def madgrad_float16_has_momentum_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1601,7 +1523,7 @@ def madgrad_float16_has_momentum_small(
         madgrad_float16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
             x0_ptr + start, at, 0, at, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
+            one_minus_momentum, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1610,7 +1532,7 @@ def madgrad_float16_has_momentum_small(
         madgrad_float16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
             x0_ptr + start, at, 0, live, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+            one_minus_momentum, step_key, stream_key, True,
         )
 
 

@@ -1,0 +1,58 @@
+"""Infinities and NaNs through the functions that are made of bit operations, and past branches that are not taken."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from optgen.lang import Spec, cbrt, hyper, maximum, optimizer, state
+from optgen.lang.values import exp2, log2
+from tests import harness
+
+# Quiet NaNs: of x86, of NVIDIA's arithmetic, with a payload, negative ones.
+NANS = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7FC12345, -0x400000, -1], dtype=torch.int32).view(torch.float32)
+NUMBERS = torch.tensor([math.inf, -math.inf, 0.0, -0.0, 2.0**-149, 2.0**-126, 1.0, 3.0, -200.0, 200.0, 3e38])
+
+
+@optimizer(cite="a test")
+def decomposed(p, g, raised=state(), logged=state(), rooted=state(), powered=state(), *, lr=hyper(1e-3)):
+    raised = raised + exp2(g)
+    logged = logged + log2(maximum(abs(g), 2.0**-126))
+    rooted = rooted + cbrt(abs(g))
+    powered = powered + abs(g) ** 0.3
+    p = p - lr * g
+    return p, raised, logged, rooted, powered
+
+
+def one_step(spec: Spec, maths: str, backend: str, g: Tensor, folder: Path) -> dict[str, Tensor]:
+    """What one step of the plan fp32 keeps, from zeros."""
+    schedules = [harness.schedule(spec, harness.plan_of("fp32"), "float32", m) for m in ("strict", maths)]
+    pair = harness.Pair(spec, schedules[0], folder, kernels=schedules[1])
+    buffers = pair.buffers(tuple(g.shape), torch.zeros_like(g))
+    run = pair.run_triton if backend == "triton" else pair.run_reference
+    run(buffers, g, 1, 1, 1)
+    return buffers
+
+
+@pytest.mark.parametrize(("maths", "backend"), [("strict", "reference"), ("strict", "triton"), ("fast", "triton")])
+def test_decomposed_functions_keep_what_is_not_finite(maths: str, backend: str, tmp_path: Path) -> None:
+    g = torch.cat([NANS, NUMBERS])
+    kept = one_step(decomposed, maths, backend, g, tmp_path)
+    for name in ("raised", "logged", "rooted", "powered"):
+        assert torch.equal(kept[name].isnan(), g.isnan()), name
+    x = NUMBERS.double()
+    exact = {
+        "raised": torch.where(x == math.inf, math.inf, x.clamp(-126, 127).exp2()),
+        "logged": x.abs().clamp(min=2.0**-126).log2(),
+        "powered": torch.where(x.abs() < 2.0**-126, 0.0, x.abs() ** 0.3),
+    }
+    for name, wanted in exact.items():
+        # Beyond the functions' own errors, of some ulp, stands the one of the exponent 0.3 * log2(x), at most 39.
+        torch.testing.assert_close(kept[name][len(NANS) :].double(), wanted, rtol=39 * 2.0**-22, atol=2.0**-22)
+    normal = (x.abs() >= 2.0**-126) | (x == 0)
+    roots = kept["rooted"][len(NANS) :].double()
+    torch.testing.assert_close(roots[normal], (x.abs() ** (1 / 3))[normal], rtol=2.0**-21, atol=0.0)
