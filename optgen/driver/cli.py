@@ -105,6 +105,7 @@ def build(
     with session("build", json) as t:
         from optgen.base.errors import UserError
         from optgen.driver import build as b
+        from optgen.driver import load
         from optgen.driver.project import BACKENDS
 
         for name in backend or ():
@@ -114,7 +115,7 @@ def build(
         if watch:
             from optgen.driver.watch import watch as keep_building
 
-            keep_building(t, Path.cwd(), names or [], plan or [], backend or [], out, maths, force)
+            keep_building(t, load.home(), names or [], plan or [], backend or [], out, maths, force)
             return
         request = b.Request(
             tuple(names or ()),
