@@ -15,6 +15,7 @@ from tests import harness
 
 # Quiet NaNs: of x86, of NVIDIA's arithmetic, with a payload, negative ones.
 NANS = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7FC12345, -0x400000, -1], dtype=torch.int32).view(torch.float32)
+MODES = [("strict", "reference"), ("strict", "triton"), ("fast", "triton")]
 NUMBERS = torch.tensor([math.inf, -math.inf, 0.0, -0.0, 2.0**-149, 2.0**-126, 1.0, 3.0, -200.0, 200.0, 3e38])
 
 
@@ -28,20 +29,21 @@ def decomposed(p, g, raised=state(), logged=state(), rooted=state(), powered=sta
     return p, raised, logged, rooted, powered
 
 
-def one_step(spec: Spec, maths: str, backend: str, g: Tensor, folder: Path) -> dict[str, Tensor]:
-    """What one step of the plan fp32 keeps, from zeros."""
+def kept_by(spec: Spec, maths: str, backend: str, g: Tensor, folder: Path, steps: int = 1) -> dict[str, Tensor]:
+    """What that many steps of one gradient keep under the plan fp32."""
     schedules = [harness.schedule(spec, harness.plan_of("fp32"), "float32", m) for m in ("strict", maths)]
     pair = harness.Pair(spec, schedules[0], folder, kernels=schedules[1])
     buffers = pair.buffers(tuple(g.shape), torch.zeros_like(g))
     run = pair.run_triton if backend == "triton" else pair.run_reference
-    run(buffers, g, 1, 1, 1)
+    for step in range(1, steps + 1):
+        run(buffers, g, step, 1, 1)
     return buffers
 
 
-@pytest.mark.parametrize(("maths", "backend"), [("strict", "reference"), ("strict", "triton"), ("fast", "triton")])
+@pytest.mark.parametrize(("maths", "backend"), MODES)
 def test_decomposed_functions_keep_what_is_not_finite(maths: str, backend: str, tmp_path: Path) -> None:
     g = torch.cat([NANS, NUMBERS])
-    kept = one_step(decomposed, maths, backend, g, tmp_path)
+    kept = kept_by(decomposed, maths, backend, g, tmp_path)
     for name in ("raised", "logged", "rooted", "powered"):
         assert torch.equal(kept[name].isnan(), g.isnan()), name
     x = NUMBERS.double()
@@ -56,3 +58,25 @@ def test_decomposed_functions_keep_what_is_not_finite(maths: str, backend: str, 
     normal = (x.abs() >= 2.0**-126) | (x == 0)
     roots = kept["rooted"][len(NANS) :].double()
     torch.testing.assert_close(roots[normal], (x.abs() ** (1 / 3))[normal], rtol=2.0**-21, atol=0.0)
+
+
+@pytest.mark.parametrize(("maths", "backend"), MODES)
+def test_radam_steps_without_its_second_moment_where_that_overflows(maths: str, backend: str, tmp_path: Path) -> None:
+    """Five steps with rho <= 5, as torch makes them: the second moment of these gradients is infinite."""
+    g = torch.tensor([1e20, -3e25, 1e30, 1.0])
+    kept = kept_by(harness.spec_of("radam"), maths, backend, g, tmp_path, 5)
+    weight = torch.nn.Parameter(torch.zeros_like(g))
+    theirs = torch.optim.RAdam([weight], foreach=False)
+    for _ in range(5):
+        weight.grad = g
+        theirs.step()
+    assert kept["exp_avg_sq"].isinf().any()
+    # Five sums of a product and a sum each, of numbers that grow: some ulp of the last.
+    torch.testing.assert_close(kept["p"], weight.detach(), rtol=5 * 4 * 2.0**-24, atol=0.0)
+
+
+@pytest.mark.parametrize(("maths", "backend"), MODES)
+def test_adan_has_no_change_to_average_at_the_first_step(maths: str, backend: str, tmp_path: Path) -> None:
+    g = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
+    kept = kept_by(harness.spec_of("adan"), maths, backend, g, tmp_path, 1)
+    assert torch.equal(kept["exp_avg_diff"], torch.zeros(4))
