@@ -29,14 +29,16 @@ def decomposed(p, g, raised=state(), logged=state(), rooted=state(), powered=sta
     return p, raised, logged, rooted, powered
 
 
-def kept_by(spec: Spec, maths: str, backend: str, g: Tensor, folder: Path, steps: int = 1) -> dict[str, Tensor]:
+def kept_by(
+    spec: Spec, maths: str, backend: str, g: Tensor, folder: Path, steps: int = 1, **hypers: float
+) -> dict[str, Tensor]:
     """What that many steps of one gradient keep under the plan fp32."""
     schedules = [harness.schedule(spec, harness.plan_of("fp32"), "float32", m) for m in ("strict", maths)]
     pair = harness.Pair(spec, schedules[0], folder, kernels=schedules[1])
     buffers = pair.buffers(tuple(g.shape), torch.zeros_like(g))
     run = pair.run_triton if backend == "triton" else pair.run_reference
     for step in range(1, steps + 1):
-        run(buffers, g, step, 1, 1)
+        run(buffers, g, step, 1, 1, **hypers)
     return buffers
 
 
@@ -80,3 +82,33 @@ def test_adan_has_no_change_to_average_at_the_first_step(maths: str, backend: st
     g = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
     kept = kept_by(harness.spec_of("adan"), maths, backend, g, tmp_path, 1)
     assert torch.equal(kept["exp_avg_diff"], torch.zeros(4))
+
+
+@pytest.mark.parametrize(("maths", "backend"), MODES)
+def test_a_second_moment_overflows_no_earlier_than_it_is_written(maths: str, backend: str, tmp_path: Path) -> None:
+    """g * g is infinite here, (1 - beta2) * g * g is not."""
+    g = torch.tensor([2e19, -1e20, 5e20])
+    kept = kept_by(harness.spec_of("adamw"), maths, backend, g, tmp_path)
+    exact = (1 - 0.999) * g.double() ** 2
+    assert (exact < torch.finfo(torch.float32).max).all()
+    assert (g * g).isinf().all()
+    # 1 - beta2 and two products, of fp32 numbers.
+    torch.testing.assert_close(kept["exp_avg_sq"].double(), exact, rtol=3 * 2.0**-24, atol=0.0)
+
+
+@pytest.mark.parametrize(("maths", "backend"), MODES)
+def test_without_a_learning_rate_nothing_moves_even_where_a_moment_is_infinite(
+    maths: str, backend: str, tmp_path: Path
+) -> None:
+    g = torch.tensor([1e30, -1e30, 1.0, 0.0])
+    for name in ("adamw", "radam", "adamax", "nadam"):
+        kept = kept_by(harness.spec_of(name), maths, backend, g, tmp_path, 8, lr=0.0, weight_decay=0.0)
+        assert torch.equal(kept["p"], torch.zeros(4)), name
+        assert "exp_avg_sq" not in kept or kept["exp_avg_sq"].isinf().any()
+
+
+@pytest.mark.parametrize(("maths", "backend"), MODES)
+def test_zero_over_zero_is_nan_in_strict_maths_and_no_step_in_fast(maths: str, backend: str, tmp_path: Path) -> None:
+    """As docs/language.md says."""
+    kept = kept_by(harness.spec_of("adamw"), maths, backend, torch.zeros(4), tmp_path, eps=0.0)
+    assert kept["p"].isnan().all() if maths == "strict" else torch.equal(kept["p"], torch.zeros(4))

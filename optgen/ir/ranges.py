@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from optgen.ir.node import Node, is_const
 from optgen.ops import dtypes, spaces
@@ -96,6 +96,16 @@ def _divisor(a: Interval) -> Interval:
     return (-math.inf if low < -RECIPROCAL_REACHES else low), (math.inf if high > RECIPROCAL_REACHES else high)
 
 
+def _signed(product: Interval, x: Node, y: Node, nonneg: Callable[[Node], bool]) -> Interval:
+    """The interval of x * y, which is not negative where it is a square, or h * x * x of an h that is not."""
+    square = x is y
+    for scaled, other in ((x, y), (y, x)):
+        if scaled.op == "mul" and other in scaled.args:
+            rest = scaled.args[1] if scaled.args[0] is other else scaled.args[0]
+            square = square or nonneg(rest)
+    return (max(product[0], 0.0), product[1]) if square else product
+
+
 def _wrap(a: Interval) -> Interval:
     return a if a[0] >= _INT[0] and a[1] <= _INT[1] else _INT
 
@@ -117,8 +127,12 @@ class Intervals:
                 continue
             stack.pop()
             if top.uid not in self.known:
-                self.known[top.uid] = _kept(top, [self.known[a.uid] for a in top.args], self.scalars)
+                self.known[top.uid] = _kept(top, [self.known[a.uid] for a in top.args], self.scalars, self.nonneg)
         return self.known[node.uid]
+
+    def nonneg(self, node: Node) -> bool:
+        """Whether a node whose interval is known is never negative."""
+        return self.known[node.uid][0] >= 0
 
 
 def ranges(roots: list[Node], scalars: Mapping[str, Interval]) -> dict[int, Interval]:
@@ -129,13 +143,15 @@ def ranges(roots: list[Node], scalars: Mapping[str, Interval]) -> dict[int, Inte
     return find.known
 
 
-def _kept(node: Node, a: list[Interval], scalars: Mapping[str, Interval]) -> Interval:
+def _kept(
+    node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]
+) -> Interval:
     """The interval of a node's results, rounded as they are."""
     if node.space == spaces.host:
-        return _of(node, a, scalars)
+        return _of(node, a, scalars, nonneg)
     # What comes from the host, constants too, is rounded to f32 on its way.
     floats = (x.space == spaces.host and x.dtype is dtypes.f32 for x in node.args)
-    got = _of(node, [rounded(x) if host else x for x, host in zip(a, floats, strict=True)], scalars)
+    got = _of(node, [rounded(x) if host else x for x, host in zip(a, floats, strict=True)], scalars, nonneg)
     if node.op == "cast" and node.dtype.name in _FLOATS:
         return _outward(got[0], False, node.dtype.name), _outward(got[1], True, node.dtype.name)
     if node.dtype is not dtypes.f32 or node.op not in _ROUNDS:
@@ -147,7 +163,9 @@ _APPROXIMATE = ("div", "rcp", "sqrt")
 _ROUNDS = ("add", "sub", "mul", "fma", *_APPROXIMATE)
 
 
-def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval]) -> Interval:
+def _of(
+    node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]
+) -> Interval:
     op, args = node.op, node.args
     if op == "const":
         return float(node.attr), float(node.attr)
@@ -161,13 +179,11 @@ def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval]) -> Inter
         got = (-math.inf if got[0] != got[0] else got[0], math.inf if got[1] != got[1] else got[1])
         return _wrap(got) if node.dtype is dtypes.i32 else got
     if op == "mul":
-        if args[0] is args[1] and node.dtype is dtypes.f32:
-            top = max(abs(a[0][0]), abs(a[0][1]))
-            return 0.0, top * top
-        got = _product(a[0], a[1])
-        return _wrap(got) if node.dtype is dtypes.i32 else got
+        if node.dtype is not dtypes.f32:
+            return _wrap(_product(a[0], a[1]))
+        return _signed(_product(a[0], a[1]), args[0], args[1], nonneg)
     if op == "fma":
-        product = (0.0, math.inf) if args[0] is args[1] else _product(a[0], a[1])
+        product = _signed(_product(a[0], a[1]), args[0], args[1], nonneg)
         low, high = product[0] + a[2][0], product[1] + a[2][1]
         return (low if low == low else -math.inf), (high if high == high else math.inf)
     if op == "div":

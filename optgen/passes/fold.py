@@ -7,13 +7,15 @@ and roots by another) and run in fast mode only, where the names of those that f
 rewrite (EXACT):
     x * 1 -> x        x - 0 -> x        -(-x) -> x        host constants are computed
 rewrite (ROUNDS):
-    group     a * (h * b) / s -> (a-free host and block factors first): one multiplication per element
+    group     a * (h * b) / s -> (a-free host and block factors first): one multiplication per element; a factor that
+              stands there twice is scaled before it is squared, as an author writes (1 - beta2) * g * g
     root      sqrt(h * x) -> sqrt(h) * sqrt(x), h >= 0: the root of a state is shared by whoever needs it
     eps       a / (h * x + e) -> (a / h) / (x + e / h), h and e in host space
     step      h * a / (x + e) -> a / (x / h + e / h), h >= 0: the learning rate costs nothing; h < 2^-100 counts as 0,
-              under which the denominator is infinite and the quotient 0
+              under which the denominator is infinite and the quotient 0; e counts as 2^-126 at least, so that 0 / 0
+              of e = 0 is 0 where strict maths has NaN
     distribute  h * (h1 * x + h2 * y) -> (h * h1) * x + (h * h2) * y where nothing else reads the sum
-    reciprocal  x / y -> x * rcp(y)
+    reciprocal  x / y -> x * rcp(y): 0 where y > 2^126, whose reciprocal is subnormal
 """
 
 from __future__ import annotations
@@ -117,6 +119,8 @@ class Grouper:
             return replace(p, host=exact(ir.op("neg", p.host or ir.const(1.0))))
         if node.op == "mul":
             x, y = (self.product(a) for a in node.args)
+            if node.args[0] is node.args[1] and x.num == [node.args[0]]:
+                return Product(num=[node])  # a square that the author made first, such as that of a stored root
             return Product(_mul(x.host, y.host), _mul(x.block, y.block), x.num + y.num, x.den + y.den)
         if node.op == "div":
             x, y = self.product(node.args[0]), self.denominator(node.args[1])
@@ -158,14 +162,17 @@ class Grouper:
         return replace(p, host=None, den=[ir.op("add", ir.op("mul", x, inverse), infinite)])
 
     def join(self, p: Product) -> Node | None:
-        """The node: (host * block) * (num / den); None for 1."""
-        num: Node | None = None
+        """The node: host * block * num / den; None for 1."""
+        scale, square = _mul(p.host, p.block), len({n.uid for n in p.num}) < len(p.num)
+        # (h * g) * g rather than h * (g * g), which overflows where the product may not: as many instructions.
+        out = scale if square else None
         for n in p.num:
-            num = _mul(num, n)
+            out = _mul(out, n)
+        if not square:
+            out = _mul(scale, out)
         den: Node | None = None
         for d in p.den:
             den = _mul(den, d)
-        out = _mul(_mul(p.host, p.block), num)
         if den is not None:
             self.fired.add("reciprocal")
             out = _mul(out, ir.op("rcp", den))

@@ -82,7 +82,7 @@ def adan_float32_tile(
     exp_avg_diff = tl.fma(one_minus_beta2, change, exp_avg_diff_scale_mul[:, None] * (exp_avg_diff_code * reciprocal(254.0 - exp_avg_diff_bend)))
     ahead = tl.fma(beta2, change, g_2)                                       # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-    exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     prev_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(-tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_7, scalar_8)), p)
@@ -268,7 +268,7 @@ def adan_float32_small_tile(
     exp_avg_diff_2 = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     ahead = tl.fma(beta2, change, g_2)                                       # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-    exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(-(tl.fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_8, change, scalar_7 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
@@ -396,7 +396,7 @@ def adan_bfloat16_tile(
     exp_avg_diff = tl.fma(one_minus_beta2, change, exp_avg_diff_scale_mul[:, None] * (exp_avg_diff_code * reciprocal(254.0 - exp_avg_diff_bend)))
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-    exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     prev_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(-tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_7, scalar_8)), p)
@@ -592,7 +592,7 @@ def adan_bfloat16_small_tile(
     exp_avg_diff_2 = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-    exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(-(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_8, change, scalar_7 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
@@ -742,7 +742,7 @@ def adan_float16_tile(
     exp_avg_diff = tl.fma(one_minus_beta2, change, exp_avg_diff_scale_mul[:, None] * (exp_avg_diff_code * reciprocal(254.0 - exp_avg_diff_bend)))
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-    exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     prev_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(-tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_7, scalar_8)), p)
@@ -955,7 +955,7 @@ def adan_float16_small_tile(
     exp_avg_diff_2 = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-    exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(-(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_8, change, scalar_7 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)

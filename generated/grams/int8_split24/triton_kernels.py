@@ -57,7 +57,7 @@ def grams_float32_tile(
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * tl.abs(exp_avg) * reciprocal(tl.fma(g_sqrt, scalar_4, scalar_5)), p)
@@ -199,7 +199,7 @@ def grams_float32_small_tile(
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * tl.abs(exp_avg) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
@@ -295,7 +295,7 @@ def grams_bfloat16_tile(
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * tl.abs(exp_avg) * reciprocal(tl.fma(g_sqrt, scalar_4, scalar_5)), p)
@@ -449,7 +449,7 @@ def grams_bfloat16_small_tile(
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * tl.abs(exp_avg) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
@@ -565,7 +565,7 @@ def grams_float16_tile(
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * tl.abs(exp_avg) * reciprocal(tl.fma(g_sqrt, scalar_4, scalar_5)), p)
@@ -736,7 +736,7 @@ def grams_float16_small_tile(
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * tl.abs(exp_avg) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store

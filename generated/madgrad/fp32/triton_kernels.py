@@ -35,14 +35,15 @@ def madgrad_float32_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -108,14 +109,15 @@ def madgrad_bfloat16_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -183,14 +185,15 @@ def madgrad_float16_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -256,15 +259,16 @@ def madgrad_float32_has_momentum_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -329,15 +333,16 @@ def madgrad_bfloat16_has_momentum_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -404,15 +409,16 @@ def madgrad_float16_has_momentum_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)

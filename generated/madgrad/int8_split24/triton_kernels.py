@@ -51,14 +51,15 @@ def madgrad_float32_tile(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s_value + p_mul                          # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -89,13 +90,13 @@ def madgrad_float32_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, z, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
@@ -183,14 +184,15 @@ def madgrad_float32_small_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -276,14 +278,15 @@ def madgrad_bfloat16_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s_value + p_mul                          # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -314,13 +317,13 @@ def madgrad_bfloat16_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
     p_low = (p_word >> 8).to(tl.uint8)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -417,14 +420,15 @@ def madgrad_bfloat16_small_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -530,14 +534,15 @@ def madgrad_float16_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s_value + p_mul                          # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -568,25 +573,25 @@ def madgrad_float16_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = z.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_bitcast = z.to(tl.int32, bitcast=True)
+    p_magnitude = s_scale_bitcast & 2147483647
     p_rebiased = p_magnitude + -939524096
     word_and = noise & 255
     p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
+    s_scale_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_scale_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(s_scale_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(z == z, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
+    p_sign = s_scale_bitcast >> 16 & 32768
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -688,14 +693,15 @@ def madgrad_float16_small_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -710,18 +716,18 @@ def madgrad_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = z.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
+    s_bitcast = z.to(tl.int32, bitcast=True)
+    p_magnitude = s_bitcast & 2147483647
     p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
+    s_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(s_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(z == z, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
+    p_sign = s_bitcast >> 16 & 32768
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -797,21 +803,23 @@ def madgrad_float32_has_momentum_tile(
     s_code = get(s_ptr, at, live, MASKED)
     s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
     s_bend = tl.abs(s_code)
-    s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     p = get(p_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
+    g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -837,13 +845,13 @@ def madgrad_float32_has_momentum_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, p, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
@@ -938,15 +946,16 @@ def madgrad_float32_has_momentum_small_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -1025,21 +1034,23 @@ def madgrad_bfloat16_has_momentum_tile(
     s_code = get(s_ptr, at, live, MASKED)
     s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
     s_bend = tl.abs(s_code)
-    s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
+    g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1065,13 +1076,13 @@ def madgrad_bfloat16_has_momentum_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
     p_low = (p_word >> 8).to(tl.uint8)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -1175,15 +1186,16 @@ def madgrad_bfloat16_has_momentum_small_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1283,22 +1295,24 @@ def madgrad_float16_has_momentum_tile(
     s_code = get(s_ptr, at, live, MASKED)
     s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
     s_bend = tl.abs(s_code)
-    s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
+    g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1324,25 +1338,25 @@ def madgrad_float16_has_momentum_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_bitcast = p.to(tl.int32, bitcast=True)
+    p_magnitude = s_scale_bitcast & 2147483647
     p_rebiased = p_magnitude + -939524096
     word_and = noise & 255
     p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
+    s_scale_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_scale_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(s_scale_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
+    p_sign = s_scale_bitcast >> 16 & 32768
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -1451,15 +1465,16 @@ def madgrad_float16_has_momentum_small_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1469,18 +1484,18 @@ def madgrad_float16_has_momentum_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
+    s_bitcast = p.to(tl.int32, bitcast=True)
+    p_magnitude = s_bitcast & 2147483647
     p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
+    s_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(s_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
+    p_sign = s_bitcast >> 16 & 32768
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)

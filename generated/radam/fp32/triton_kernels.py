@@ -39,7 +39,7 @@ def radam_float32_tile(
     g = tl.fma(weight_decay, p, g)                                   # 24  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_3, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -112,7 +112,7 @@ def radam_bfloat16_tile(
     g = tl.fma(weight_decay, p, g)                                   # 24  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_3, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -187,7 +187,7 @@ def radam_float16_tile(
     g = tl.fma(weight_decay, p, g)                                   # 24  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_3, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -260,7 +260,7 @@ def radam_float32_decoupled_weight_decay_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_4, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -336,7 +336,7 @@ def radam_bfloat16_decoupled_weight_decay_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_4, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -414,7 +414,7 @@ def radam_float16_decoupled_weight_decay_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_4, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom

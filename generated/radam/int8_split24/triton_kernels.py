@@ -56,7 +56,7 @@ def radam_float32_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_3, adaptive * (p_sqrt + eps), 1.0)
@@ -193,7 +193,7 @@ def radam_float32_small_tile(
     g = tl.fma(weight_decay, p, g)                                   # 24  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_3, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -287,7 +287,7 @@ def radam_bfloat16_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_3, adaptive * (p_sqrt + eps), 1.0)
@@ -435,7 +435,7 @@ def radam_bfloat16_small_tile(
     g = tl.fma(weight_decay, p, g)                                   # 24  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_3, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -551,7 +551,7 @@ def radam_float16_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_3, adaptive * (p_sqrt + eps), 1.0)
@@ -716,7 +716,7 @@ def radam_float16_small_tile(
     g = tl.fma(weight_decay, p, g)                                   # 24  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_3, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -832,7 +832,7 @@ def radam_float32_decoupled_weight_decay_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_4, adaptive * (g_sqrt + eps), 1.0)
@@ -974,7 +974,7 @@ def radam_float32_decoupled_weight_decay_small_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_4, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1069,7 +1069,7 @@ def radam_bfloat16_decoupled_weight_decay_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_4, adaptive * (g_sqrt + eps), 1.0)
@@ -1221,7 +1221,7 @@ def radam_bfloat16_decoupled_weight_decay_small_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_4, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1338,7 +1338,7 @@ def radam_float16_decoupled_weight_decay_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_4, adaptive * (g_sqrt + eps), 1.0)
@@ -1507,7 +1507,7 @@ def radam_float16_decoupled_weight_decay_small_tile(
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     denom = tl.where(0.0 < scalar_4, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
