@@ -187,6 +187,36 @@ def test_a_bound_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         one_step_bound(Blocked(8, 32, linear, ue8m8))
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("of", ["sqrt", "value"])
+@pytest.mark.parametrize("units", [1, 2, 3, 7, 32, 51, 52, 63, 64])
+def test_bounds_of_wide_blocks_hold_however_the_block_lies(of: str, rounding: str, units: int) -> None:
+    """Blocks of a minimum, a maximum and what is between, at every offset from a unit's end, with extreme noise.
+
+    Within the span that the bound is stated for it holds; what lies further below reads as it says.
+    """
+    fmt = LogMinMax(8, 16, of=of, rounding=rounding)  # type: ignore[arg-type]
+    bound, (span, below) = one_step_bound(fmt, units), bounds.log_span(fmt, units)
+    most = one_step_bound(fmt)
+    offsets = torch.linspace(0, 2, 401, dtype=torch.float64)[:, None]
+    for wanted in (span, span / 2, 31.4 if units == 64 else span, 45.0 if units == 64 else span):
+        if wanted < 0:
+            continue
+        depth = torch.cat([torch.linspace(0, 1, 8), torch.linspace(0.97, 1, 8)]).double() * wanted
+        kept = torch.exp2(offsets + 10 - depth)
+        x = (kept if of == "value" else kept * kept).float()[:, None, :]
+        true = x.double().sqrt() if of == "sqrt" else x.double()
+        for word in (0, -1, 1 << 30):
+            noise = Noise(torch.full_like(x, word, dtype=torch.int32), 8, 24) if fmt.noise_bits else None
+            read = fmt._value(fmt.encode(x, noise=noise)).double()
+            error = ((read - true) / true).abs()
+            if wanted <= span:
+                assert float(error.max()) <= bound.total
+            top = true.amax(-1, keepdim=True)
+            floor = top * 2.0**-below
+            assert (read <= torch.maximum(true * (1 + most.total), floor)).all()
+
+
 # -- over many steps
 
 

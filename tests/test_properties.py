@@ -74,7 +74,7 @@ sizes = st.integers(-30, 10).map(lambda e: 2.0**e)
 )
 @examples(0.1)
 @example(shape=(3, 100), seed=0, steps=[1e-2, 1e-2, 1e-2], special=[], param="bfloat16")
-# Blocks wider than a range has cells for: their lowest values read as up to two cells more.
+# Blocks wider than a range has cells for: their lowest values are raised (bounds.lowest_reading).
 @example(shape=(63,), seed=0, steps=[1.0] * 4, special=[1.4863318443360256e16], param="float32")
 @example(shape=(65,), seed=0, steps=[1.0] * 2, special=[385828448.0], param="float32")
 def test_one_step_is_within_its_bound(
