@@ -115,6 +115,30 @@ def test_below_its_root_a_project_is_the_same_project(project: Path, monkeypatch
     assert run(force=True).written == ["MANIFEST.json"]
 
 
+def test_a_file_without_a_spec_is_pointed_out(project: Path) -> None:
+    (project / "specs" / "forgotten.py").write_text("def forgotten(p, g):\n    return p\n")
+    (project / "specs" / "_helper.py").write_text("half = 0.5\n")
+    warnings = run(plans=("fp32",)).warnings
+    assert len(warnings) == 1
+    assert warnings[0].startswith("specs/forgotten.py holds no function under @optimizer")
+
+
+def test_a_damaged_manifest_is_told_from_edited_files(project: Path) -> None:
+    run(names=("first",), plans=("fp32",))
+    manifest = project / "generated" / MANIFEST
+    whole = manifest.read_bytes()
+    for damaged in (whole[:-5], b"[]", b"\xff", b'{"files": {}}'):
+        manifest.write_bytes(damaged)
+        before = content(project / "generated")
+        for check in (False, True):
+            with pytest.raises(UserError, match=r"MANIFEST\.json cannot be read") as caught:
+                run(names=("first",), plans=("fp32",), check=check)
+            assert caught.value.code == "E415"
+        assert content(project / "generated") == before
+    assert run(names=("first",), plans=("fp32",), force=True).written == [MANIFEST]
+    assert manifest.read_bytes() == whole
+
+
 def test_a_pattern_leaves_out_what_does_not_fit_and_a_name_is_refused(project: Path) -> None:
     (project / "specs" / "plans.py").write_text(
         "from optgen.formats import Blocked, Plan\n"

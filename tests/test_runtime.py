@@ -1055,6 +1055,29 @@ def test_memory_counts_what_is_there() -> None:
     assert str(AdamW([nn.Parameter(torch.ones(1), requires_grad=False)]).memory()).startswith("0 tensors")
 
 
+@pytest.mark.parametrize("saved", [[1], None, "state", 3])
+def test_what_is_no_state_dict_is_refused_and_nothing_changes(saved: object) -> None:
+    opt = AdamW([nn.Parameter(torch.ones(3))], lr=0.1)
+    before = opt.state_dict()
+    with pytest.raises(TypeError, match="takes the dict that state_dict"):
+        opt.load_state_dict(saved)  # type: ignore[arg-type]
+    assert opt.state_dict() == before
+
+
+def test_nesterov_needs_a_momentum_and_no_dampening_as_in_torch() -> None:
+    from generated import SGD, SGDW
+
+    for cls in (SGD, SGDW, torch.optim.SGD):
+        for options in ({"momentum": 0.0}, {"momentum": 0.9, "dampening": 0.1}):
+            with pytest.raises(ValueError, match=r"(?i)nesterov.*needs|Nesterov momentum requires"):
+                cls([nn.Parameter(torch.ones(3))], lr=0.1, nesterov=True, **options)
+            group = {"params": [nn.Parameter(torch.ones(3))], "nesterov": True, **options}
+            if cls is not torch.optim.SGD:  # which does not look into groups
+                with pytest.raises(ValueError, match=r"nesterov=True needs"):
+                    cls([group], lr=0.1)
+        cls([nn.Parameter(torch.ones(3))], lr=0.1, nesterov=True, momentum=0.9)
+
+
 def test_import_loads_nothing_that_torch_has_not_loaded_but_the_runtime_itself() -> None:
     """So that it costs no more than its own files: modules are counted, a clock would depend on the machine."""
     script = (

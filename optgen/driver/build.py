@@ -99,14 +99,19 @@ class Manifest:
         return json.dumps({"files": dict(sorted(self.files.items())), "specs": specs}, indent=2) + "\n"
 
 
-def read_manifest(out: Path) -> Manifest:
-    """The folder's manifest; an empty one where there is none or it cannot be read."""
+def read_manifest(out: Path, force: bool = False) -> Manifest:
+    """The folder's manifest; an empty one where there is none or, under `force`, where it cannot be read."""
     try:
         data = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
         specs = {k: Built(v["class"], v["spec"], tuple(v["plans"])) for k, v in data["specs"].items()}
         return Manifest({str(k): str(v) for k, v in data["files"].items()}, specs)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError):
         return Manifest()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if force:
+            return Manifest()
+        why = str(error) if isinstance(error, OSError | ValueError) else "it is not one that optgen wrote"
+        raise UserError("E415", file=relative(str(out / MANIFEST)), why=why) from error
 
 
 def digest(data: bytes) -> str:
@@ -134,8 +139,9 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     out = Path.cwd() / request.out if request.out else project / config.out
     if out.exists() and not out.is_dir():
         raise UserError("E413", path=relative(str(out)), why="it is not a folder")
-    manifest = read_manifest(out)
+    manifest = read_manifest(out, request.force)
     outcome = Outcome(relative(str(out)))
+    outcome.warnings += [load.NO_SPEC.format(file=relative(str(file))) for file in load.without_spec(project)]
     units = _units(request, config, manifest, outcome)
     maths = request.maths or config.maths
     backends = request.backends or config.backends or BACKENDS

@@ -241,7 +241,7 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         )
         for h in spec.hypers
     )
-    flags = tuple(wrapper.FlagRow(f.name, f.default, f.nonzero) for f in spec.flags)
+    flags = tuple(wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes) for f in spec.flags)
     defaults = {d: p if p in plans else plans[0] for d, p in targets.DEFAULT_PLAN.items()}
     return wrapper.ClassRow(
         name=spec.class_name,

@@ -78,6 +78,16 @@ def entries(project: Path | None = None) -> dict[str, Entry]:
     return dict(sorted(out.items()))
 
 
+NO_SPEC = "{file} holds no function under @optimizer: nothing is built of it (a helper's name may begin with _)"
+
+
+def without_spec(project: Path | None = None) -> list[Path]:
+    """Files of the project's own specs/ that look like specs and hold none."""
+    own = (project or home()) / "specs"
+    files = sorted(own.glob("*.py")) if own.is_dir() else []
+    return [f for f in files if f.name != PLANS_FILE and not f.name.startswith("_") and not declared(f)]
+
+
 def declared(file: Path) -> tuple[str, ...]:
     """The functions of a file under `@optimizer(...)`, read from its syntax tree."""
     return _declared(file, file.stat().st_mtime_ns)

@@ -143,9 +143,7 @@ def ranges(roots: list[Node], scalars: Mapping[str, Interval]) -> dict[int, Inte
     return find.known
 
 
-def _kept(
-    node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]
-) -> Interval:
+def _kept(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]) -> Interval:
     """The interval of a node's results, rounded as they are."""
     if node.space == spaces.host:
         return _of(node, a, scalars, nonneg)
@@ -163,9 +161,7 @@ _APPROXIMATE = ("div", "rcp", "sqrt")
 _ROUNDS = ("add", "sub", "mul", "fma", *_APPROXIMATE)
 
 
-def _of(
-    node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]
-) -> Interval:
+def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]) -> Interval:
     op, args = node.op, node.args
     if op == "const":
         return float(node.attr), float(node.attr)

@@ -96,6 +96,8 @@ class FlagDecl:
     nonzero: str | None = None
     loc: Loc | None = None
     shape: Callable[[Shape], bool] | None = None
+    needs: str | None = None
+    excludes: str | None = None
 
     @property
     def derived(self) -> bool:
@@ -206,14 +208,20 @@ def hyper(
     return HyperDecl("", value, ge, gt, le, lt)
 
 
-def flag(default: bool = False, *, nonzero: str | None = None) -> Any:
+def flag(
+    default: bool = False, *, nonzero: str | None = None, needs: str | None = None, excludes: str | None = None
+) -> Any:
     """A static switch, a real bool while the spec is traced.
 
     flag(False) is a constructor argument; flag(nonzero="momentum") holds where that hyper-parameter is not 0.
+
+    needs, excludes  hyper-parameters without which, and with which, it must not be on: the constructor raises
     """
     if not isinstance(default, bool):
         raise _refuse(f"a flag's default is True or False, got {default!r}", "")
-    return FlagDecl("", default, nonzero)
+    if nonzero is not None and (needs or excludes):
+        raise _refuse("a flag that follows a hyper-parameter has no needs= or excludes=", "")
+    return FlagDecl("", default, nonzero, needs=needs, excludes=excludes)
 
 
 def shape_flag(holds: Callable[[Shape], bool]) -> Any:
