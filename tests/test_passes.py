@@ -5,6 +5,7 @@ UPDATE_GOLDEN=1 writes what the passes now make; read the diff before you commit
 
 from __future__ import annotations
 
+import ast
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from optgen.ir.show import parse_program, show
 from optgen.ir.verify import verify
 from optgen.ops import dtypes, spaces
 from optgen.passes.convert import Converter
+from optgen.passes.name import RESERVED
 
 CASES = sorted((Path(__file__).parent / "cases" / "passes").glob("*.case"))
 
@@ -61,6 +63,17 @@ def test_every_pass_has_a_case() -> None:
     covered = {name for path in CASES for name in _passes(_sections(path)[0])}
     wanted = {p.__name__ for p in (*passes.PROGRAM_PASSES, passes.sweeps, *passes.SCHEDULE_PASSES)}
     assert wanted <= covered
+
+
+def test_names_that_kernels_import_are_no_names_of_values() -> None:
+    """A let called like one of them would hide it."""
+    imported: set[str] = set()
+    for file in (Path(__file__).parents[1] / "generated").glob("*/*/triton_kernels.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "optgen.runtime.triton_prelude":
+                imported |= {alias.name for alias in node.names}
+    assert imported
+    assert imported <= RESERVED
 
 
 def test_the_nan_guard_of_fast_maths_keeps_what_arithmetic_makes_of_nan() -> None:

@@ -1062,6 +1062,8 @@ def test_what_is_no_state_dict_is_refused_and_nothing_changes(saved: object) -> 
     with pytest.raises(TypeError, match="takes the dict that state_dict"):
         opt.load_state_dict(saved)  # type: ignore[arg-type]
     assert opt.state_dict() == before
+    with pytest.raises(ValueError, match="each with 'params'"):
+        opt.load_state_dict({"state": {}, "param_groups": [{"params": 3}]})
 
 
 def test_nesterov_needs_a_momentum_and_no_dampening_as_in_torch() -> None:

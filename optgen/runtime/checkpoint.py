@@ -80,7 +80,9 @@ def opened(cls: Any, saved: Any) -> dict[str, Any]:
 
 def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
     groups, entries = saved.get("param_groups"), saved.get("state")
-    if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+    if not isinstance(groups, Sequence) or not all(
+        isinstance(g, Mapping) and isinstance(g.get("params"), Sequence) for g in groups
+    ):
         misfits.add("expected 'param_groups': a list of groups, each with 'params'")
     if not isinstance(entries, Mapping):
         misfits.add("expected 'state': a dict by parameter number")
