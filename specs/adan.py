@@ -22,8 +22,7 @@ def adan(
     betas are the decays of the three averages: 1 - beta of the paper.
     """
     beta1, beta2, beta3 = betas
-    has_prev = where(t > 1, 1.0, 0.0)
-    change = has_prev * (g - prev_grad)
+    change = where(t > 1, g - prev_grad, 0.0)
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     ahead = g + beta2 * change

@@ -30,8 +30,8 @@ def radam(
     # Only rho > 5 is rectified; below it the limits keep the unused root real.
     r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
     rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
-    adaptive = where(rho > 5, 1 / (rect * sqrt(correction)), 0.0)
-    plain = where(rho > 5, 0.0, 1.0)
-    denom = adaptive * (sqrt(exp_avg_sq) + eps) + plain
+    adaptive = 1 / (rect * sqrt(correction))
+    # Chosen, not multiplied by 0: an overflowed second moment must not reach the steps that do without it.
+    denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     p = p - lr / (1 - beta1**t) * exp_avg / denom
     return p, exp_avg, exp_avg_sq

@@ -13,7 +13,7 @@ def sgd(
     momentum=hyper(0.0, ge=0),
     dampening=hyper(0.0),
     weight_decay=hyper(0.0, ge=0),
-    nesterov=flag(False),
+    nesterov=flag(False, needs="momentum", excludes="dampening"),
     has_momentum=flag(nonzero="momentum"),
 ):
     """Stochastic gradient descent with (Nesterov) momentum and L2 weight decay."""

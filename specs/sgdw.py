@@ -13,7 +13,7 @@ def sgdw(
     momentum=hyper(0.0, ge=0),
     dampening=hyper(0.0),
     weight_decay=hyper(0.0, ge=0),
-    nesterov=flag(False),
+    nesterov=flag(False, needs="momentum", excludes="dampening"),
     has_momentum=flag(nonzero="momentum"),
 ):
     """SGD as torch.optim.SGD has it, but the decay shrinks the weight and leaves the momentum alone."""

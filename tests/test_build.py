@@ -79,6 +79,66 @@ def test_the_table_decides(project: Path) -> None:
     assert str(project) not in "".join(text.decode() for text in files.values())
 
 
+@pytest.mark.parametrize("table", ["[tool.optgen]\n", "[project]\n", None], ids=["table", "other", "none"])
+def test_the_folder_it_runs_in_changes_no_byte(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, table: str | None
+) -> None:
+    """From the project, from below it, and from a folder that has nothing to do with it."""
+    if table is not None:
+        (project / "pyproject.toml").write_text(table)
+    file = project / "specs" / "first.py"
+    (project / "deep" / "er").mkdir(parents=True)
+    made = {}
+    for folder in (project, project / "specs", project / "deep" / "er", tmp_path_factory.mktemp("elsewhere")):
+        monkeypatch.chdir(folder)
+        out = tmp_path_factory.mktemp("out")
+        run(names=(os.path.relpath(file),), plans=("fp32",), out=str(out))
+        run(names=("lion",), plans=("fp32",), out=str(out))
+        made[folder] = content(out)
+    assert b"specs/first.py" in made[project]["first/fp32/reference.py"]
+    assert all(files == made[project] for files in made.values())
+
+
+def test_below_its_root_a_project_is_the_same_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "rules").mkdir()
+    (project / "rules" / "third.py").write_text(rule("third"))
+    (project / "pyproject.toml").write_text(
+        '[tool.optgen]\nbuild = [{ specs = ["*", "rules/third.py"], plans = ["fp32"] }]\n'
+    )
+    run()
+    (project / "deep").mkdir()
+    monkeypatch.chdir(project / "deep")
+    assert run(check=True).clean
+    assert run(names=("../rules/third.py",), check=True).clean
+    assert set(load.entries()) >= {"first", "second"}
+    (project / "generated" / "MANIFEST.json").unlink()
+    assert run(force=True).written == ["MANIFEST.json"]
+
+
+def test_a_file_without_a_spec_is_pointed_out(project: Path) -> None:
+    (project / "specs" / "forgotten.py").write_text("def forgotten(p, g):\n    return p\n")
+    (project / "specs" / "_helper.py").write_text("half = 0.5\n")
+    warnings = run(plans=("fp32",)).warnings
+    assert len(warnings) == 1
+    assert warnings[0].startswith("specs/forgotten.py holds no function under @optimizer")
+
+
+def test_a_damaged_manifest_is_told_from_edited_files(project: Path) -> None:
+    run(names=("first",), plans=("fp32",))
+    manifest = project / "generated" / MANIFEST
+    whole = manifest.read_bytes()
+    for damaged in (whole[:-5], b"[]", b"\xff", b'{"files": {}}'):
+        manifest.write_bytes(damaged)
+        before = content(project / "generated")
+        for check in (False, True):
+            with pytest.raises(UserError, match=r"MANIFEST\.json cannot be read") as caught:
+                run(names=("first",), plans=("fp32",), check=check)
+            assert caught.value.code == "E415"
+        assert content(project / "generated") == before
+    assert run(names=("first",), plans=("fp32",), force=True).written == [MANIFEST]
+    assert manifest.read_bytes() == whole
+
+
 def test_a_pattern_leaves_out_what_does_not_fit_and_a_name_is_refused(project: Path) -> None:
     (project / "specs" / "plans.py").write_text(
         "from optgen.formats import Blocked, Plan\n"

@@ -217,7 +217,11 @@ def test_an_error_in_a_spec_has_its_place(project: Path, run: Run) -> None:
     assert code == 2
     assert "specs/bad.py:2" in err
     code, out, _ = run("check", "--json")
-    assert (code, len(as_json(out)["errors"])) == (2, 1)
+    (error,) = as_json(out)["errors"]
+    assert code == 2
+    assert set(error) >= {"code", "message", "places", "note", "hint"}
+    assert error["code"].startswith("E")
+    assert {"file", "line", "column"} <= set(error["places"][0])
     (project / "specs/bad.py").write_text("import math\n\nx = math.sqrt(-1)\n")
     code, out, err = run("explain", "bad")
     assert code == 2

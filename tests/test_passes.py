@@ -1,10 +1,11 @@
-"""Every pass on text: tests/cases/passes/*.case hold a pass' name, the IR before and the IR after.
+"""Every pass on text: tests/cases/passes/*.case hold a pass' name, ranges of scalars, the IR before and the IR after.
 
 UPDATE_GOLDEN=1 writes what the passes now make; read the diff before you commit it.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from optgen.ir.show import parse_program, show
 from optgen.ir.verify import verify
 from optgen.ops import dtypes, spaces
 from optgen.passes.convert import Converter
+from optgen.passes.name import RESERVED
 
 CASES = sorted((Path(__file__).parent / "cases" / "passes").glob("*.case"))
 
@@ -27,30 +29,51 @@ CASES = sorted((Path(__file__).parent / "cases" / "passes").glob("*.case"))
 def _sections(path: Path) -> tuple[str, str, str]:
     head, _, rest = path.read_text(encoding="utf-8").partition("[in]\n")
     before, _, after = rest.partition("[out]\n")
-    return head.strip().removeprefix("[pass] "), before, after
+    return head, before, after
+
+
+def _passes(head: str) -> list[str]:
+    return head.splitlines()[0].removeprefix("[pass] ").split()
+
+
+def _ranges(head: str) -> tuple[tuple[str, tuple[float, float]], ...]:
+    """What the text form does not carry: lines `[range] beta2 0.0 0.999`."""
+    rows = [line.split()[1:] for line in head.splitlines() if line.startswith("[range] ")]
+    return tuple((name, (float(low), float(high))) for name, low, high in rows)
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)
 def test_case(path: Path) -> None:
-    names, before, after = _sections(path)
+    head, before, after = _sections(path)
     program = parse_program(before)
     assert show(program) == before, "the text form does not round-trip"
     verify(replace(program), after="parse")
-    ir: object = program
-    for name in names.split():
+    ir: object = replace(program, ranges=_ranges(head))
+    for name in _passes(head):
         ir = getattr(passes, name)(ir)
     assert isinstance(ir, Schedule) or ir is not None
     got = show(ir)  # type: ignore[arg-type]
     if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(f"[pass] {names}\n[in]\n{before}[out]\n{got}", encoding="utf-8")
+        path.write_text(f"{head}[in]\n{before}[out]\n{got}", encoding="utf-8")
     else:
         assert got == after
 
 
 def test_every_pass_has_a_case() -> None:
-    covered = {name for path in CASES for name in _sections(path)[0].split()}
+    covered = {name for path in CASES for name in _passes(_sections(path)[0])}
     wanted = {p.__name__ for p in (*passes.PROGRAM_PASSES, passes.sweeps, *passes.SCHEDULE_PASSES)}
     assert wanted <= covered
+
+
+def test_names_that_kernels_import_are_no_names_of_values() -> None:
+    """A let called like one of them would hide it."""
+    imported: set[str] = set()
+    for file in (Path(__file__).parents[1] / "generated").glob("*/*/triton_kernels.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "optgen.runtime.triton_prelude":
+                imported |= {alias.name for alias in node.names}
+    assert imported
+    assert imported <= RESERVED
 
 
 def test_the_nan_guard_of_fast_maths_keeps_what_arithmetic_makes_of_nan() -> None:

@@ -33,7 +33,8 @@ def _function(name: str) -> Spelling:
 
 
 def _div(p: Printer, n: Node) -> Text:
-    if never_zero(n.args[1]):
+    assert isinstance(p, HostPrinter)
+    if never_zero(n.args[1], p.intervals):
         return f"{p.text(n.args[0], 20)} / {p.text(n.args[1], 21)}", 20
     return p.call("divide", *n.args)
 

@@ -32,12 +32,16 @@ class FlagRow:
     name: str
     default: bool
     nonzero: str | None
+    needs: str | None
+    excludes: str | None
 
     @property
     def declaration(self) -> str:
-        return (
-            f'Flag("{self.name}", nonzero="{self.nonzero}")' if self.nonzero else f'Flag("{self.name}", {self.default})'
-        )
+        if self.nonzero:
+            return f'Flag("{self.name}", nonzero="{self.nonzero}")'
+        limits = (("needs", self.needs), ("excludes", self.excludes))
+        more = "".join(f', {k}="{name}"' for k, name in limits if name)
+        return f'Flag("{self.name}", {self.default}{more})'
 
 
 @dataclass(frozen=True)

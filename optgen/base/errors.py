@@ -132,7 +132,7 @@ TABLE: dict[str, Row] = {
     ),
     # E3xx: formats and plans
     "E301": Row(
-        "plan {plan} keeps the signed state `{state}` in an unsigned format: {format}",
+        "{what}",
         "a negative value could not be told from a positive one",
         "declare it state(nonneg) if it is never negative, or give it a signed format in the plan's overrides",
     ),
@@ -156,6 +156,11 @@ TABLE: dict[str, Row] = {
         "{spec} under plan {plan}: {finding}",
         "{reason}",
         "choose another format or rounding for `{state}`, or give the plan `forced=` with your reason",
+    ),
+    "E308": Row(
+        "plan {plan} keeps {first} and {second} both under the name `{field}`",
+        "the parts of what is kept are named by the value and a suffix; opt.state[p] has one tensor per name",
+        "give the state another name than `{field}`",
     ),
     # E4xx: finding, building and writing
     "E401": Row("{text}", "Python cannot read this file"),
@@ -191,6 +196,11 @@ TABLE: dict[str, Row] = {
     "E412": Row("two specs would both become {what}"),
     "E413": Row("{path} cannot be written: {why}"),
     "E414": Row("nothing to build", "no name was given and specs/ holds no spec", "optgen new my_rule"),
+    "E415": Row(
+        "{file} cannot be read: {why}",
+        "it says which files optgen wrote; without it they cannot be told from yours; nothing was changed",
+        "restore it (git checkout), or build with --force to write the folder anew",
+    ),
 }
 
 

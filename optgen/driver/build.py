@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from optgen.base import ready
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
-from optgen.driver import emit, judge, load
+from optgen.driver import emit, judge, load, targets
 from optgen.driver.project import BACKENDS, DEFAULT_PLANS, Config, Maths, Wish, plan_wishes, read_config, wishes
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
@@ -49,7 +50,7 @@ class Request:
     maths: Maths | None = None
     check: bool = False
     force: bool = False
-    project: Path = field(default_factory=Path.cwd)
+    project: Path = field(default_factory=load.home)
 
     @property
     def partial(self) -> bool:
@@ -98,14 +99,19 @@ class Manifest:
         return json.dumps({"files": dict(sorted(self.files.items())), "specs": specs}, indent=2) + "\n"
 
 
-def read_manifest(out: Path) -> Manifest:
-    """The folder's manifest; an empty one where there is none or it cannot be read."""
+def read_manifest(out: Path, force: bool = False) -> Manifest:
+    """The folder's manifest; an empty one where there is none or, under `force`, where it cannot be read."""
     try:
         data = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
         specs = {k: Built(v["class"], v["spec"], tuple(v["plans"])) for k, v in data["specs"].items()}
         return Manifest({str(k): str(v) for k, v in data["files"].items()}, specs)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError):
         return Manifest()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if force:
+            return Manifest()
+        why = str(error) if isinstance(error, OSError | ValueError) else "it is not one that optgen wrote"
+        raise UserError("E415", file=relative(str(out / MANIFEST)), why=why) from error
 
 
 def digest(data: bytes) -> str:
@@ -130,15 +136,16 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     """Builds, or checks, what was asked for.  Raises UserError before anything is changed."""
     project = request.project
     config = read_config(project)
-    out = project / (request.out or config.out)
+    out = Path.cwd() / request.out if request.out else project / config.out
     if out.exists() and not out.is_dir():
         raise UserError("E413", path=relative(str(out)), why="it is not a folder")
-    manifest = read_manifest(out)
+    manifest = read_manifest(out, request.force)
     outcome = Outcome(relative(str(out)))
+    outcome.warnings += [load.NO_SPEC.format(file=relative(str(file))) for file in load.without_spec(project)]
     units = _units(request, config, manifest, outcome)
     maths = request.maths or config.maths
     backends = request.backends or config.backends or BACKENDS
-    files = _print(units, maths, backends, track)
+    files = _print(units, maths, backends, project, track)
     specs = dict(manifest.specs) if request.partial else {}
     specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
     _distinct(specs)
@@ -182,7 +189,7 @@ def _units(request: Request, config: Config, manifest: Manifest, outcome: Outcom
         before = manifest.specs[name].plans if request.partial and name in manifest.specs else ()
         everywhere = {*plans, *before}
         listed = [p for p in order if p in everywhere] + sorted(everywhere - set(order))
-        out.append(Unit(spec, tuple(plans[p] for p in listed if p in plans), tuple(listed), _reference(spec, project)))
+        out.append(Unit(spec, tuple(plans[p] for p in listed if p in plans), tuple(listed), _reference(spec)))
     return out
 
 
@@ -230,13 +237,13 @@ def _accepted(spec: Spec, plan: Plan, wish: Wish, force: bool, outcome: Outcome)
     return True
 
 
-def _reference(spec: Spec, project: Path) -> str:
-    """What the manifest calls a spec by: its path below the project, else the name of a ready-made one."""
+def _reference(spec: Spec) -> str:
+    """What the manifest calls a spec by: its path below its project, else the name of a ready-made one."""
     file = Path(spec.loc.file).resolve()
-    try:
-        return file.relative_to(project.resolve()).as_posix()
-    except ValueError:
+    own = load.table_above(file.parent)
+    if own is None and file.is_relative_to(ready.specs_dir().resolve()):
         return spec.name
+    return targets.source_name(spec.loc.file)
 
 
 def _distinct(specs: Mapping[str, Built]) -> None:
@@ -275,13 +282,15 @@ def _do(job: Job) -> Printed:
     return {f"{spec.name}/{plan.name}/{name}": text for name, text in files.items()}
 
 
-def _print(units: Sequence[Unit], maths: Maths, backends: tuple[str, ...], track: Track | None) -> Printed:
+def _print(
+    units: Sequence[Unit], maths: Maths, backends: tuple[str, ...], project: Path, track: Track | None
+) -> Printed:
     jobs = []
     for u in units:
         reference = f"{u.spec.loc.file}:{u.spec.name}"
         for plan in (None, *u.plans):
             which = "" if plan is None else f"{plan.loc.file}:{plan.name}"
-            jobs.append(Job(reference, u.spec.name, which, u.listed, maths, backends, Path.cwd()))
+            jobs.append(Job(reference, u.spec.name, which, u.listed, maths, backends, project))
     with _workers(len(jobs)) as run:
         done = run(jobs)
         out: Printed = {}

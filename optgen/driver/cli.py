@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from optgen.driver.terminal import MISSING, Missing, Terminal, run, session, table
+from optgen.driver.terminal import MISSING, Missing, Terminal, as_fields, run, session, table
 
 if TYPE_CHECKING:
     from optgen.driver.project import Maths
@@ -105,6 +105,7 @@ def build(
     with session("build", json) as t:
         from optgen.base.errors import UserError
         from optgen.driver import build as b
+        from optgen.driver import load
         from optgen.driver.project import BACKENDS
 
         for name in backend or ():
@@ -114,7 +115,7 @@ def build(
         if watch:
             from optgen.driver.watch import watch as keep_building
 
-            keep_building(t, Path.cwd(), names or [], plan or [], backend or [], out, maths, force)
+            keep_building(t, load.home(), names or [], plan or [], backend or [], out, maths, force)
             return
         request = b.Request(
             tuple(names or ()),
@@ -160,7 +161,8 @@ def list_(json: Json = False) -> None:
 
         specs = [overview.of_entry(e) for e in load.entries().values()]
         plans = [overview.of_plan(p) for p in load.plans().values()]
-        t.result |= {"specs": specs, "plans": plans}
+        idle = [relative(str(file)) for file in load.without_spec()]
+        t.result |= {"specs": specs, "plans": plans, "without_spec": idle}
         own = ("spec", "class", "as in", "states", "file")
         places = [relative(r["file"]) if r["own"] else "ready-made" for r in specs]
         made = [(r["name"], r["class"], r["like"], r["states"], p) for r, p in zip(specs, places, strict=True)]
@@ -168,6 +170,8 @@ def list_(json: Json = False) -> None:
         rows = [(r["name"], r["bytes"], r["forced"], r["doc"]) for r in plans]
         t.show(table("plans", ("plan", "B/parameter*", "", ""), rows))
         t.show("* AdamW's weight and states for bf16 parameters; gradients not counted")
+        for file in idle:
+            t.log(load.NO_SPEC.format(file=file), "yellow")
         t.show("forced: the lint refuses it for AdamW's kind of states, the plan says why it exists all the same")
 
 
@@ -184,7 +188,7 @@ def check(
         from optgen.driver import overview
 
         rows, errors = overview.check(names or [], plan or [], lambda items, total: t.track(items, total, "checking"))
-        t.result |= {"specs": rows, "errors": errors}
+        t.result |= {"specs": rows, "errors": [as_fields(e) for e in errors]}
         plans = sorted({name for r in rows for name in r["plans"]}, key=overview.plan_order)
         cells = [(r["name"], *(r["plans"][p]["verdict"] for p in plans)) for r in rows]
         if rows:
@@ -194,8 +198,8 @@ def check(
                 if verdict["verdict"] in ("refused", "does not fit") or (names and verdict["verdict"] != "not yet"):
                     for finding in verdict["findings"]:
                         t.show(f"{r['name']} under {name}: {finding}")
-        for text in errors:
-            t.log(text, "red")
+        for error in errors:
+            t.log(str(error), "red")
             t.fail(2)
         verdicts = {v["verdict"] for r in rows for v in r["plans"].values()}
         if "forced" in verdicts:

@@ -15,7 +15,7 @@ from optgen.backends.host import Unpack
 from optgen.base.errors import UserError
 from optgen.driver import explain, targets
 from optgen.driver.targets import Case
-from optgen.formats.plan import Plan
+from optgen.formats.plan import Plan, field_name
 from optgen.ir.program import Program, Schedule
 from optgen.lang.spec import Spec
 from optgen.lower import lower, lower_decode, lower_encode
@@ -229,8 +229,6 @@ def _variant_row(
 
 def _zero(case: Case, buffer: str) -> int | float:
     """The entry of a field that decodes to 0."""
-    from optgen.lower.program import field_name
-
     for suffix, f in case.storage.master.fields(case.param).items():
         if suffix and buffer == field_name("weight", suffix):
             return f.zero
@@ -252,7 +250,7 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         )
         for h in spec.hypers
     )
-    flags = tuple(wrapper.FlagRow(f.name, f.default, f.nonzero) for f in spec.flags)
+    flags = tuple(wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes) for f in spec.flags)
     defaults = {d: p if p in plans else plans[0] for d, p in targets.DEFAULT_PLAN.items()}
     return wrapper.ClassRow(
         name=spec.class_name,

@@ -121,7 +121,16 @@ def examples(spec: Spec, *, steps: int) -> st.SearchStrategy[Example]:
         steps=st.integers(1, steps),
         start=st.sampled_from([0, 0, 1, 9, 100]),
         seed=st.integers(0, 2**16),
-    )
+    ).map(lambda example: _allowed(spec, example))
+
+
+def _allowed(spec: Spec, example: Example) -> Example:
+    """The example without the flags that its hyper-parameters rule out."""
+    values = {h.name: h.default for h in spec.hypers} | dict(example.hypers)
+    ruled_out = {
+        f.name for f in spec.flags if f.needs and values[f.needs] == 0 or f.excludes and values[f.excludes] != 0
+    }
+    return replace(example, flags={name: on and name not in ruled_out for name, on in example.flags.items()})
 
 
 # -- one case

@@ -41,9 +41,26 @@ class Entry:
     own: bool
 
 
+def table_above(folder: Path) -> Path | None:
+    """The nearest folder at or above this one whose pyproject.toml holds [tool.optgen]."""
+    for place in (folder.resolve(), *folder.resolve().parents):
+        file = place / "pyproject.toml"
+        if file.is_file() and _TABLE.search(file.read_bytes()):
+            return place
+    return None
+
+
+_TABLE = re.compile(rb"^\s*\[+\s*tool\s*\.\s*optgen\b", re.MULTILINE)
+
+
+def home() -> Path:
+    """The project: the nearest folder with [tool.optgen] at or above the current one, else the current one."""
+    return table_above(Path.cwd()) or Path.cwd()
+
+
 def folders(project: Path | None = None) -> tuple[Path, ...]:
-    """Where specs are looked for: `specs/` of the project (by default the current folder), the ready-made."""
-    own = (project or Path.cwd()) / "specs"
+    """Where specs are looked for: `specs/` of the project (by default `home()`), the ready-made."""
+    own = (project or home()) / "specs"
     made = ready.specs_dir()
     same = own.is_dir() and made.is_dir() and own.resolve() == made.resolve()
     return tuple(f.resolve() for f in ((own,) if same else (own, made)) if f.is_dir())
@@ -51,7 +68,7 @@ def folders(project: Path | None = None) -> tuple[Path, ...]:
 
 def entries(project: Path | None = None) -> dict[str, Entry]:
     """Name -> Entry of every spec that can be named, sorted; no file is run for it."""
-    own = ((project or Path.cwd()) / "specs").resolve()
+    own = ((project or home()) / "specs").resolve()
     out: dict[str, Entry] = {}
     for folder in folders(project):
         for file in sorted(folder.glob("*.py")):
@@ -59,6 +76,16 @@ def entries(project: Path | None = None) -> dict[str, Entry]:
                 for name in declared(file):
                     out.setdefault(name, Entry(name, file, folder == own))
     return dict(sorted(out.items()))
+
+
+NO_SPEC = "{file} holds no function under @optimizer: nothing is built of it (a helper's name may begin with _)"
+
+
+def without_spec(project: Path | None = None) -> list[Path]:
+    """Files of the project's own specs/ that look like specs and hold none."""
+    own = (project or home()) / "specs"
+    files = sorted(own.glob("*.py")) if own.is_dir() else []
+    return [f for f in files if f.name != PLANS_FILE and not f.name.startswith("_") and not declared(f)]
 
 
 def declared(file: Path) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
 from optgen.base.names import camel, is_snake, snake
+from optgen.driver.load import home
 from optgen.lang.optimizer import RESERVED
 
 TEMPLATE = '''"""{title}: what it does, in one line."""
@@ -47,7 +48,7 @@ def new(name: str, project: Path | None = None) -> Path:
             else "for instance my_rule, or MyRule"
         )
         raise UserError("E409", name=name, remedy=remedy)
-    folder = (project or Path.cwd()) / "specs"
+    folder = (project or home()) / "specs"
     file = folder / f"{spelled}.py"
     try:
         folder.mkdir(parents=True, exist_ok=True)

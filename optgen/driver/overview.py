@@ -46,17 +46,17 @@ def plan_order(name: str) -> tuple[int, str]:
     return (known.index(name) if name in known else len(known)), name
 
 
-def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[list[dict[str, Any]], list[str]]:
+def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[list[dict[str, Any]], list[UserError]]:
     """(a row per sound spec: its verdict under every plan, the errors of the others)."""
     chosen = _chosen(plans) if plans else list(load.plans().values())
-    rows, errors = [], []
+    rows, errors = [], list[UserError]()
     entries = [_entry(n) for n in names] if names else [e for e in load.entries().values() if e.own]
     for entry in track(entries, len(entries)):
         try:
             spec = load.find_spec(f"{entry.file}:{entry.name}" if entry.name else entry.file)
             spec.check()
         except UserError as error:
-            errors.append(str(error))
+            errors.append(error)
             continue
         not_yet = (
             {"verdict": "not yet", "findings": [UserError("E410", spec=spec.name).message]} if _reduces(spec) else None

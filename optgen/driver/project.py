@@ -132,16 +132,21 @@ def wishes(project: Path, config: Config, built: Mapping[str, tuple[str, Sequenc
         out = [Wish(spec, plan, False) for spec in own for plan in DEFAULT_PLANS]
         known = load.entries(project)
         for name, (reference, plans) in sorted(built.items()):
-            if name in known or Path(reference).is_file():
-                out += [Wish(name if name in known else reference, plan, False) for plan in plans]
+            if name in known or (project / reference).is_file():
+                out += [Wish(name if name in known else str(project / reference), plan, False) for plan in plans]
         return _once(out)
     out = []
     for rule in config.build:
         for spec in rule.specs:
-            names = [n for n in own if fnmatchcase(n, spec)] if is_pattern(spec) else [spec]
+            names = [n for n in own if fnmatchcase(n, spec)] if is_pattern(spec) else [_placed(spec, project)]
             for name in names:
-                out += plan_wishes(name, rule.plans, project)
+                out += plan_wishes(name, [_placed(plan, project) for plan in rule.plans], project)
     return _once(out)
+
+
+def _placed(name: str, project: Path) -> str:
+    """A name of the table, as it is found from anywhere: files are below the project."""
+    return str(project / name) if name.partition(":")[0].endswith(".py") else name
 
 
 def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[Wish]:

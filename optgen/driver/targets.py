@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from optgen.base import ready
+from optgen.driver import load
 from optgen.formats.plan import Plan, Storage
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
@@ -61,12 +62,17 @@ def recurrences_of(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[s
 
 
 def source_name(file: str) -> str:
-    """What generated text calls a source file: its path in the project, specs/... for ready-made ones."""
+    """What generated text calls a source file, wherever it is built from: specs/... for ready-made ones, its path below
+    the folder with [tool.optgen] (else the nearest pyproject.toml), else specs/... in a folder of that name.
+    """
     path = Path(file).resolve()
-    for root, prefix in ((Path.cwd(), ""), (ready.specs_dir(), "specs/")):
-        if path.is_relative_to(root.resolve()):
-            return prefix + path.relative_to(root.resolve()).as_posix()
-    return path.name
+    made = ready.specs_dir().resolve()
+    if path.is_relative_to(made):
+        return f"specs/{path.relative_to(made).as_posix()}"
+    root = load.table_above(path.parent) or next((p for p in path.parents if (p / "pyproject.toml").is_file()), None)
+    if root is not None:
+        return path.relative_to(root).as_posix()
+    return f"specs/{path.name}" if path.parent.name == "specs" else path.name
 
 
 def digest(file: str) -> str:

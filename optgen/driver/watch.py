@@ -65,7 +65,7 @@ def watch(
                     terminal.log(f"changed: {', '.join(changed)}", "dim")
                 before = now
                 # Its errors stand on stderr already; the next change gives it another try.
-                subprocess.run(command, cwd=project, check=False)
+                subprocess.run(command, check=False)
             time.sleep(INTERVAL)
     except KeyboardInterrupt:
         terminal.log("stopped", "dim")

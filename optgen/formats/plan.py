@@ -57,15 +57,20 @@ class Storage:
 
     def fields(self) -> dict[str, Field]:
         """Every stored tensor but the parameter: "weight_<suffix>", then "<state>" and "<state>_<suffix>"."""
-        out = {f"weight_{k}": v for k, v in self.master.fields(self.param).items() if k}
+        out = {field_name("weight", k): v for k, v in self.master.fields(self.param).items() if k}
         for name, fmt in self.states.items():
-            out |= {f"{name}_{k}" if k else name: v for k, v in fmt.fields().items()}
+            out |= {field_name(name, k): v for k, v in fmt.fields().items()}
         return out
 
     @property
     def bytes_per_param(self) -> float:
         """Bytes per parameter between steps: weight and states, without the gradient."""
         return self.param.bytes + sum(f.bytes_per_param for f in self.fields().values())
+
+
+def field_name(owner: str, suffix: str) -> str:
+    """The key in opt.state[p]: the state's own name, or that and the field's suffix."""
+    return owner if not suffix else f"{owner}_{suffix}"
 
 
 def _assigned_name(frame: FrameType) -> str:
@@ -80,6 +85,9 @@ def _first_frame_outside() -> FrameType:
     while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "dataclasses"):
         frame = frame.f_back
     return frame
+
+
+_PARTS = ("name", "master", "signed", "nonneg", "reduced", "initial", "small", "small_numel", "overrides", "forced")
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -127,8 +135,11 @@ class Plan:
         small_numel: int = SMALL,
         overrides: Mapping[str, Format] | None = None,
         forced: str = "",
+        **unknown: object,
     ) -> None:
         frame = _first_frame_outside()
+        for key in unknown:
+            raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=did_you_mean(key, _PARTS))
         values: dict[str, Any] = {
             "doc": doc,
             "name": name or _assigned_name(frame),
@@ -148,23 +159,44 @@ class Plan:
         self._check()
 
     def _check(self) -> None:
-        for slot, fmt in (("signed", self.signed), ("small", self.small)):
+        slots = {name: getattr(self, name) for name in ("signed", "nonneg", "reduced", "initial", "small")}
+        for slot, value in (slots | {f"overrides[{k!r}]": v for k, v in self.overrides.items()}).items():
+            if not isinstance(value, Format):
+                raise self._not_a(slot, value, "one such as floats.bf16, Blocked() or LogMinMax()", Format)
+        if not isinstance(self.master, Master):
+            raise self._not_a("master", self.master, "one of those for weights, such as Native() or Split(8)", Master)
+        for slot, fmt, what in (
+            ("signed", self.signed, "it keeps the states of either sign"),
+            ("small", self.small, "it keeps every state of small tensors"),
+            ("initial", self.initial, "it keeps states that start as the weight"),
+        ):
             if not fmt.signed:
-                raise UserError("E301", loc=self.loc, plan=self.name or "this plan", state=slot, format=str(fmt))
+                name = f"plan {self.name}" if self.name else "this plan"
+                raise UserError(
+                    "E301", loc=self.loc, what=f"`{slot}` of {name} is an unsigned format: {fmt}",
+                    note=f"{what}, which may be negative: a negative value could not be told from a positive one",
+                    hint="give it a signed format, or name the states that it is for in `overrides`",
+                )  # fmt: skip
         if self.small.block > 1 or self.reduced.block > 1 or self.initial.block > 1:
             raise UserError(
                 "E305", loc=self.loc, what="small, reduced or initial in blocks", want="a format without blocks there"
             )
+
+    def _not_a(self, slot: str, value: object, want: str, kind: type) -> UserError:
+        called = isinstance(value, type) and issubclass(value, kind)
+        got = value.__name__ if isinstance(value, type) else repr(value)
+        hint = "from optgen.formats import Blocked, LogMinMax, Native, Split, floats"
+        hint = f"call it: {got}(...)" if called else hint
+        return UserError("E305", loc=self.loc, what=f"{slot}={got}", want=want, hint=hint)
 
     def but(self, doc: str = "", **changes: Any) -> Plan:
         """This plan with some of its parts replaced; `overrides` are added to the ones it has."""
         frame = _first_frame_outside()
         own = {k: getattr(self, k) for k in ("master", "signed", "nonneg", "reduced", "initial", "small")}
         own |= {"small_numel": self.small_numel, "forced": self.forced}
-        known = {*own, "name", "overrides"}
         for key in changes:
-            if key not in known:
-                raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=did_you_mean(key, known))
+            if key not in _PARTS:
+                raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=did_you_mean(key, _PARTS))
         changes["overrides"] = {**self.overrides, **changes.get("overrides", {})}
         changes.setdefault("name", _assigned_name(frame))
         return Plan(doc or self.doc, **{**own, **changes})
@@ -197,6 +229,7 @@ class Plan:
                 chosen[state.name] = chosen[state.name].absolute()
         self._check_states(states, chosen)
         master = Native() if param is f32 else self.master
+        self._check_fields(states, chosen, master, param)
         nonneg = frozenset(s.name for s in states if s.nonneg)
         return Storage(self, param, small, master, chosen, nonneg)
 
@@ -219,13 +252,31 @@ class Plan:
             return self.small
         return self.nonneg if state.nonneg else self.signed
 
+    def _check_fields(
+        self, states: Sequence[StateDecl], chosen: Mapping[str, Format], master: Master, param: DType
+    ) -> None:
+        """No two tensors of opt.state[p] may share a name."""
+        taken = {field_name("weight", k): "the weight" for k in master.fields(param) if k}
+        # Under its own name a state is what its author wrote; a suffix is what the plan adds to it.
+        for state in sorted(states, key=lambda s: len(s.name)):
+            for suffix in chosen[state.name].fields():
+                name, what = field_name(state.name, suffix), f"a part of `{state.name}`"
+                if name in taken:
+                    places = tuple(x for x in (state.loc, self.loc) if x is not None)
+                    second = f"state `{state.name}`" if not suffix else what
+                    raise UserError(
+                        "E308", loc=places, plan=self.name, first=taken[name], second=second, field=name
+                    )  # fmt: skip
+                taken[name] = f"state `{name}`" if not suffix else what
+
     def _check_states(self, states: Sequence[StateDecl], chosen: Mapping[str, Format]) -> None:
         sizes: dict[int, str] = {}
         for state in states:
             fmt = chosen[state.name]
             places = tuple(x for x in (self.loc, state.loc) if x is not None)
             if not state.nonneg and not fmt.signed:
-                raise UserError("E301", loc=places, plan=self.name, state=state.name, format=str(fmt))
+                what = f"plan {self.name} keeps the signed state `{state.name}` in an unsigned format: {fmt}"
+                raise UserError("E301", loc=places, what=what)
             if fmt.block > 1:
                 if state.space.name != "elem":
                     raise UserError("E303", loc=places, plan=self.name, state=state.name, space=state.space.name)

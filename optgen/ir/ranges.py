@@ -2,19 +2,34 @@
 
 A backend asks them where a cheaper spelling needs a sign: a reciprocal as the square of a reciprocal root
 wants a divisor >= 0.  NaN is outside every interval; intervals say nothing about it.
+
+An interval holds what is computed, not what would be: outside host space every f32 result is rounded outward to
+f32 (directed rounding of the ends holds what any rounding of a value between them gives), divisions and roots by
+what fast maths is off besides, and subnormal ends reach to 0, which fast maths may flush them to.  Host values are
+fp64 and become f32 where a kernel's arithmetic takes them.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from optgen.ir.node import Node
+from optgen.ir.node import Node, is_const
 from optgen.ops import dtypes, spaces
 
 Interval = tuple[float, float]
 ANY: Interval = (-math.inf, math.inf)
+
+# Mantissa bits, smallest exponent and largest value of what kernels compute in and store.
+_FLOATS: Mapping[str, tuple[int, int, float]] = {
+    "f32": (24, -126, float.fromhex("0x1.fffffep127")),
+    "bf16": (8, -126, float.fromhex("0x1.fep127")),
+    "f16": (11, -14, 65504.0),
+}
+NORMAL = 2.0**-126  # the smallest normal f32
+RECIPROCAL_REACHES = 2.0**126  # the reciprocal of what is larger is subnormal: fast maths may make 0 of it
+FAST_ULP = 4  # units in the last place, of 2^-23: 3 of a fast division, reciprocal or root, 1 for the unit's own size
 
 _STORED: Mapping[str, Interval] = {"u8": (0, 255), "i8": (-128, 127), "i16": (-32768, 32767)}
 _INT = (-(2**31), 2**31 - 1)
@@ -47,8 +62,48 @@ def _float_bits(a: Interval) -> Interval:
 
 
 def _bits_of(x: float) -> int:
-    """The i32 pattern of the f32 nearest to x >= 0."""
-    return int(struct.unpack("<i", struct.pack("<f", x))[0]) if x < 3.4e38 else 0x7F800000
+    """The i32 pattern of an f32 x >= 0."""
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])
+
+
+def _outward(x: float, up: bool, dtype: str = "f32") -> float:
+    """The number of a float type next to x on one side; x itself where the type has it."""
+    if not math.isfinite(x):
+        return x
+    digits, lowest, largest = _FLOATS[dtype]
+    step = math.ldexp(1.0, max(math.frexp(x)[1] - 1, lowest) - digits + 1)
+    out = (math.ceil if up else math.floor)(x / step) * step
+    if abs(out) <= largest:
+        return out
+    beyond = math.inf if up == (out > 0) else largest
+    return math.copysign(beyond, out)
+
+
+def _flushed(a: Interval) -> Interval:
+    """The interval and 0 where an end is subnormal."""
+    return (0.0 if 0 < a[0] < NORMAL else a[0]), (0.0 if -NORMAL < a[1] < 0 else a[1])
+
+
+def rounded(a: Interval, ulps: int = 0) -> Interval:
+    """What f32 makes of the values in a, a few units in the last place besides; it crosses no zero."""
+    low, high = (x - side * abs(x) * ulps * 2.0**-23 if ulps else x for side, x in zip((1, -1), a, strict=True))
+    return _flushed((_outward(low, False), _outward(high, True)))
+
+
+def _divisor(a: Interval) -> Interval:
+    """What fast maths may take a divisor for: a subnormal one for 0, a very large one for an infinity."""
+    low, high = _flushed(a)
+    return (-math.inf if low < -RECIPROCAL_REACHES else low), (math.inf if high > RECIPROCAL_REACHES else high)
+
+
+def _signed(product: Interval, x: Node, y: Node, nonneg: Callable[[Node], bool]) -> Interval:
+    """The interval of x * y, which is not negative where it is a square, or h * x * x of an h that is not."""
+    square = x is y
+    for scaled, other in ((x, y), (y, x)):
+        if scaled.op == "mul" and other in scaled.args:
+            rest = scaled.args[1] if scaled.args[0] is other else scaled.args[0]
+            square = square or nonneg(rest)
+    return (max(product[0], 0.0), product[1]) if square else product
 
 
 def _wrap(a: Interval) -> Interval:
@@ -72,8 +127,12 @@ class Intervals:
                 continue
             stack.pop()
             if top.uid not in self.known:
-                self.known[top.uid] = _of(top, [self.known[a.uid] for a in top.args], self.scalars)
+                self.known[top.uid] = _kept(top, [self.known[a.uid] for a in top.args], self.scalars, self.nonneg)
         return self.known[node.uid]
+
+    def nonneg(self, node: Node) -> bool:
+        """Whether a node whose interval is known is never negative."""
+        return self.known[node.uid][0] >= 0
 
 
 def ranges(roots: list[Node], scalars: Mapping[str, Interval]) -> dict[int, Interval]:
@@ -84,7 +143,25 @@ def ranges(roots: list[Node], scalars: Mapping[str, Interval]) -> dict[int, Inte
     return find.known
 
 
-def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval]) -> Interval:
+def _kept(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    """The interval of a node's results, rounded as they are."""
+    if node.space == spaces.host:
+        return _of(node, a, scalars, nonneg)
+    # What comes from the host, constants too, is rounded to f32 on its way.
+    floats = (x.space == spaces.host and x.dtype is dtypes.f32 for x in node.args)
+    got = _of(node, [rounded(x) if host else x for x, host in zip(a, floats, strict=True)], scalars, nonneg)
+    if node.op == "cast" and node.dtype.name in _FLOATS:
+        return _outward(got[0], False, node.dtype.name), _outward(got[1], True, node.dtype.name)
+    if node.dtype is not dtypes.f32 or node.op not in _ROUNDS:
+        return got
+    return rounded(got, FAST_ULP if node.op in _APPROXIMATE else 0)
+
+
+_APPROXIMATE = ("div", "rcp", "sqrt")
+_ROUNDS = ("add", "sub", "mul", "fma", *_APPROXIMATE)
+
+
+def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]) -> Interval:
     op, args = node.op, node.args
     if op == "const":
         return float(node.attr), float(node.attr)
@@ -98,19 +175,17 @@ def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval]) -> Inter
         got = (-math.inf if got[0] != got[0] else got[0], math.inf if got[1] != got[1] else got[1])
         return _wrap(got) if node.dtype is dtypes.i32 else got
     if op == "mul":
-        if args[0] is args[1] and node.dtype is dtypes.f32:
-            top = max(abs(a[0][0]), abs(a[0][1]))
-            return 0.0, top * top
-        got = _product(a[0], a[1])
-        return _wrap(got) if node.dtype is dtypes.i32 else got
+        if node.dtype is not dtypes.f32:
+            return _wrap(_product(a[0], a[1]))
+        return _signed(_product(a[0], a[1]), args[0], args[1], nonneg)
     if op == "fma":
-        product = (0.0, math.inf) if args[0] is args[1] else _product(a[0], a[1])
+        product = _signed(_product(a[0], a[1]), args[0], args[1], nonneg)
         low, high = product[0] + a[2][0], product[1] + a[2][1]
         return (low if low == low else -math.inf), (high if high == high else math.inf)
     if op == "div":
-        return _quotient(a[0], a[1])
+        return _over_node(a[0], a[1], args[1], node)
     if op == "rcp":
-        return _quotient((1.0, 1.0), a[0])
+        return _over_node((1.0, 1.0), a[0], args[0], node)
     if op == "sqrt":
         return math.sqrt(max(a[0][0], 0.0)), math.sqrt(max(a[0][1], 0.0))
     if op == "pow" and a[0][0] >= 0 and a[1][0] >= 0:
@@ -161,17 +236,47 @@ def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval]) -> Inter
     return _INT if node.dtype.is_int else ANY
 
 
-def never_zero(node: Node) -> bool:
-    """Whether a host value is nonzero under every legal setting: constants, bias corrections 1 - beta**step, and
-    their roots, products and quotients."""
+def _over_node(x: Interval, y: Interval, divisor: Node, node: Node) -> Interval:
+    """x / y; of a divisor that may be -0 nothing is known."""
+    y = y if node.space == spaces.host else _divisor(y)
+    return ANY if y[0] == 0 and not is_plus(divisor) else _quotient(x, y)
+
+
+def never_zero(node: Node, intervals: Intervals) -> bool:
+    """Whether a host value is nonzero under every legal setting: constants, bias corrections 1 - base**step of a
+    base below 1, and their roots, products and quotients."""
     op, a = node.op, node.args
     if op == "const":
         return bool(node.attr != 0)
     if op == "sub":
-        return a[0].op == "const" and a[0].attr == 1 and a[1].op == "pow" and a[1].args[1].attr == "step"
+        if not is_correction(node) or not is_step(a[1].args[1]):
+            return False
+        low, high = intervals(a[1].args[0])
+        return low > -1 and high < 1
     if op in ("sqrt", "neg"):
-        return never_zero(a[0])
-    return op in ("mul", "div") and never_zero(a[0]) and never_zero(a[1])
+        return never_zero(a[0], intervals)
+    return op in ("mul", "div") and all(never_zero(x, intervals) for x in a)
+
+
+def is_step(node: Node) -> bool:
+    """Whether a host value is the number of the step."""
+    return node.op == "sym" and node.attr == "step"
+
+
+def is_correction(node: Node) -> bool:
+    """Whether a host value is 1 - base**exponent."""
+    return node.op == "sub" and is_const(node.args[0], 1.0) and node.args[1].op == "pow"
+
+
+def corrections(node: Node) -> Iterator[Node]:
+    """The factors 1 - base**exponent of a host value, under roots too: where one is 0, the value is."""
+    if is_correction(node):
+        yield node
+    elif node.op in ("sqrt", "neg", "mul"):
+        for x in node.args:
+            yield from corrections(x)
+    elif node.op == "div":
+        yield from corrections(node.args[0])
 
 
 def is_plus(node: Node) -> bool:

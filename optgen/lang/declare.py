@@ -62,6 +62,20 @@ class HyperDecl:
         bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The range as the closed interval of the fp64 numbers in it."""
+        low, high = -math.inf, math.inf
+        if self.ge is not None:
+            low = float(self.ge)
+        elif self.gt is not None:
+            low = math.nextafter(self.gt, math.inf)
+        if self.le is not None:
+            high = float(self.le)
+        elif self.lt is not None:
+            high = math.nextafter(self.lt, -math.inf)
+        return low, high
+
     def allows(self, value: float) -> bool:
         """Whether one number is in the range; NaN never is."""
         return (
@@ -82,6 +96,8 @@ class FlagDecl:
     nonzero: str | None = None
     loc: Loc | None = None
     shape: Callable[[Shape], bool] | None = None
+    needs: str | None = None
+    excludes: str | None = None
 
     @property
     def derived(self) -> bool:
@@ -192,14 +208,20 @@ def hyper(
     return HyperDecl("", value, ge, gt, le, lt)
 
 
-def flag(default: bool = False, *, nonzero: str | None = None) -> Any:
+def flag(
+    default: bool = False, *, nonzero: str | None = None, needs: str | None = None, excludes: str | None = None
+) -> Any:
     """A static switch, a real bool while the spec is traced.
 
     flag(False) is a constructor argument; flag(nonzero="momentum") holds where that hyper-parameter is not 0.
+
+    needs, excludes  hyper-parameters without which, and with which, it must not be on: the constructor raises
     """
     if not isinstance(default, bool):
         raise _refuse(f"a flag's default is True or False, got {default!r}", "")
-    return FlagDecl("", default, nonzero)
+    if nonzero is not None and (needs or excludes):
+        raise _refuse("a flag that follows a hyper-parameter has no needs= or excludes=", "")
+    return FlagDecl("", default, nonzero, needs=needs, excludes=excludes)
 
 
 def shape_flag(holds: Callable[[Shape], bool]) -> Any:

@@ -130,6 +130,9 @@ def _check_names(spec: Spec) -> None:
     for name, loc in named:
         if name in RESERVED or (name in CALLED and name not in tensors):
             raise UserError("E115", loc=loc, name=name, why="generated code needs this name")
+        if name in tensors and name.startswith(("in_", "out_")):
+            why = "generated code puts in_ and out_ before the names of states"
+            raise UserError("E115", loc=loc, name=name, why=why)
         if not is_snake(name):
             raise UserError("E115", loc=loc, name=name, why="names are in snake_case")
         if name in seen:
@@ -154,12 +157,14 @@ def _check_references(spec: Spec) -> None:
                 )  # fmt: skip
     scalars = {h.name for h in spec.hypers if not isinstance(h.default, tuple)}
     for f in spec.flags:
-        if f.nonzero is not None and f.nonzero not in scalars:
-            raise UserError(
-                "E110", loc=f.loc, what=f"flag `{f.name}`", option="nonzero", value=f.nonzero, kind="hyper-parameter",
-                note=f"numbers among the hyper-parameters of this spec: {_listed(scalars)}",
-                hint=did_you_mean(f.nonzero, scalars),
-            )  # fmt: skip
+        for option in ("nonzero", "needs", "excludes"):
+            name = getattr(f, option)
+            if name is not None and name not in scalars:
+                raise UserError(
+                    "E110", loc=f.loc, what=f"flag `{f.name}`", option=option, value=name, kind="hyper-parameter",
+                    note=f"numbers among the hyper-parameters of this spec: {_listed(scalars)}",
+                    hint=did_you_mean(name, scalars),
+                )  # fmt: skip
     roots = {s.name: s for s in spec.states if s.nonneg}
     for s in spec.states:
         if s.normalized_by is None:

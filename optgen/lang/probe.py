@@ -2,7 +2,7 @@
 
 The parameter is a matrix of p in {0, 0.5} (rows) and g in {0, 0.001, -2} (columns), with hyper-parameters
 at their defaults and states at their init; rules that reduce are also run on uniform tensors, such as a
-bias that starts at zero.
+bias that starts at zero.  Before that, a division by a bias correction is refused where some legal setting makes it 0.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from optgen.base.errors import UserError
 from optgen.ir.node import Node, postorder
+from optgen.ir.ranges import Intervals, corrections
 from optgen.ops import spaces
 from optgen.ops.prims import REDUCTIONS
 
@@ -140,6 +141,7 @@ def _scalars(spec: Spec, flags: Mapping[str, bool]) -> dict[str, float]:
 
 def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     """Raises UserError at the first operation that makes an infinity or NaN, or a nonneg state negative."""
+    _corrections(spec, trace)
     new = {"p": trace.p, **trace.states}
     roots = [*new.values(), *trace.host_states.values()]
     grids: list[tuple[Grid, int]] = [(tuple((p, g) for p in P for g in G), len(G))]
@@ -156,6 +158,26 @@ def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
             _judge(spec, trace, run, values, step)
             kept |= {name: values[node.uid] for name, node in new.items()}
             scalars |= {name: values[node.uid][0] for name, node in trace.host_states.items()}
+
+
+def _corrections(spec: Spec, trace: Trace) -> None:
+    """Refuses a division by 1 - base**step of a base that may be 1: at every step that is a division by zero."""
+    intervals = Intervals({part: h.interval for h in spec.hypers for part in h.parts} | {"step": (1.0, math.inf)})
+    ranges = {part: h.range or "any number" for h in spec.hypers for part in h.parts}
+    for node in postorder([trace.p, *trace.states.values(), *trace.host_states.values()]):
+        if node.op != "div" or node.args[1].space != spaces.host:
+            continue
+        for correction in corrections(node.args[1]):
+            base = correction.args[1].args[0]
+            low, high = intervals(base)
+            if low <= 1 <= high:
+                name = str(base.attr) if base.op == "sym" else "the base of the power"
+                allowed = f"{name} may be 1: its range is {ranges[name]}" if name in ranges else f"{name} may be 1"
+                code = "E141" if node.space == spaces.host else "E140"
+                raise UserError(
+                    code, loc=trace.places.get(node.uid, spec.loc), value="x / 0", step=1, note=allowed,
+                    hint="give the hyper-parameter an upper end below 1: lt=1",
+                )  # fmt: skip
 
 
 def _judge(spec: Spec, trace: Trace, run: Run, values: Values, step: int) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from optgen.formats.plan import Storage
+from optgen.formats.plan import Storage, field_name
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Buffer, Let, Program, Store
@@ -20,10 +20,7 @@ from optgen.ops.dtypes import DType
 
 GRAD_SCALE = "grad_scale"  # host scalar: -1 under maximize, 1 / loss scale under a GradScaler
 
-
-def field_name(owner: str, suffix: str) -> str:
-    """The key in opt.state[p]: the state's own name, or that and the field's suffix."""
-    return owner if not suffix else f"{owner}_{suffix}"
+OUT, IN = "out_", "in_"  # before the name of a value that is no buffer of its own; no state is named so
 
 
 def weight_buffers(storage: Storage) -> dict[str, Buffer]:
@@ -134,13 +131,8 @@ def hyper_names(spec: Spec) -> tuple[str, ...]:
 
 
 def hyper_ranges(spec: Spec) -> tuple[tuple[str, tuple[float, float]], ...]:
-    """Closed intervals of the hyper-parameters and the step; open ends are taken as closed."""
-    out: list[tuple[str, tuple[float, float]]] = [("step", (1.0, math.inf))]
-    for h in spec.hypers:
-        low = max((float(x) for x in (h.ge, h.gt) if x is not None), default=-math.inf)
-        high = min((float(x) for x in (h.le, h.lt) if x is not None), default=math.inf)
-        out += [(part, (low, high)) for part in h.parts]
-    return tuple(out)
+    """Closed intervals of the hyper-parameters and the step."""
+    return (("step", (1.0, math.inf)), *((part, h.interval) for h in spec.hypers for part in h.parts))
 
 
 def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DType | None = None) -> Program:
@@ -192,21 +184,21 @@ def _to_f32(node: Node) -> Node:
 
 
 def lower_decode(spec: Spec, storage: Storage) -> Program:
-    """What is kept -> f32 weight and states: the stores go to f32 pseudo-buffers named p and by state."""
+    """What is kept -> f32 weight and states: the stores go to f32 pseudo-buffers, OUT + name."""
     buffers = tuple(b for b in _buffers(spec, storage, storage.param) if b.role != "grad")
     weight, states, lets = _decode_all(spec, storage)
     values = {"p": weight} | states
-    outputs = tuple(Buffer(f"out_{name}", dtypes.f32, spaces.elem, "state", name, reads=False) for name in values)
-    stores = tuple(Store(f"out_{name}", v.node) for name, v in values.items())
+    outputs = tuple(Buffer(OUT + name, dtypes.f32, spaces.elem, "state", name, reads=False) for name in values)
+    stores = tuple(Store(OUT + name, v.node) for name, v in values.items())
     return Program(spec.name, buffers + outputs, (), tuple(lets), stores, "strict", _block(buffers))
 
 
 def lower_encode(spec: Spec, storage: Storage) -> Program:
-    """f32 weight and states -> what is kept, rounded to nearest; inputs are f32 pseudo-buffers in_<name>."""
+    """f32 weight and states -> what is kept, rounded to nearest; inputs are f32 pseudo-buffers, IN + name."""
     buffers = tuple(b for b in _buffers(spec, storage, storage.param) if b.role != "grad")
     names = ["p", *storage.states]
-    inputs = tuple(Buffer(f"in_{name}", dtypes.f32, spaces.elem, "state", name, writes=False) for name in names)
-    values = {name: Value(ir.load(f"in_{name}", dtypes.f32, spaces.elem)) for name in names}
+    inputs = tuple(Buffer(IN + name, dtypes.f32, spaces.elem, "state", name, writes=False) for name in names)
+    values = {name: Value(ir.load(IN + name, dtypes.f32, spaces.elem)) for name in names}
     weight = values.pop("p")
     lets, stores = _encode_all(spec, storage, weight, values, stochastic=False)
     return Program(spec.name, inputs + buffers, (), tuple(lets), tuple(stores), "strict", _block(buffers))

@@ -69,12 +69,12 @@ _ROWS = (
     Prim("pow", 2, doc="x ** y"),
     Prim("exp", 1),
     Prim("log", 1),
-    # decomposed
+    # decomposed; the last three give the same bits on every backend
     Prim("rsqrt", 1, core=False, doc="1 / sqrt(x)"),
     Prim("rcp", 1, core=False, doc="1 / x"),
-    Prim("exp2", 1, core=False, doc="2 ** x, |error| <= 2 ulp, the same bits on every backend"),
-    Prim("log2", 1, core=False, doc="log2(x) of a positive normal x, the same bits on every backend"),
-    Prim("cbrt", 1, core=False, doc="cube root of x >= 0, the same bits on every backend"),
+    Prim("exp2", 1, core=False, doc="2 ** x, x clamped to [-126, 127], |error| <= 2 ulp; Inf and NaN stay"),
+    Prim("log2", 1, core=False, doc="log2(x) of a positive normal x; Inf and NaN stay"),
+    Prim("cbrt", 1, core=False, doc="cube root of x >= 0; Inf and NaN stay"),
 )
 
 PRIMS: dict[str, Prim] = {p.name: p for p in _ROWS}

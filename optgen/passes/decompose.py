@@ -34,14 +34,19 @@ def _horner(x: Node, coefficients: tuple[float, ...]) -> Node:
 _EXP2 = (1.5252734e-5, 1.540353e-4, 1.3333558e-3, 9.618129e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
 
 
-def exp2(x: Node) -> Node:
+def _finite(x: Node, value: Node) -> Node:
+    """value where x is a number below infinity; there x itself: what reads the bits would take them for a number."""
+    return ir.op("where", ir.op("le", x, _f(float.fromhex("0x1.fffffep127"))), value, x)
+
+
+def exp2(given: Node) -> Node:
     """2**x for -126 <= x <= 127, clamped to that range: 2**rint(x) from the exponent bits times 2**f."""
-    x = ir.op("min", ir.op("max", x, _f(-126.0)), _f(127.0))
+    x = ir.op("min", ir.op("max", given, _f(-126.0)), _f(127.0))
     n = ir.op("rint", x)
     mantissa = _horner(ir.op("sub", x, n), _EXP2)
     exponent = ir.op("shl", ir.op("cast", n, attr=dtypes.i32), _i(23))
     whole = ir.op("add", ir.op("bitcast", mantissa, attr=dtypes.i32), exponent)
-    return ir.op("bitcast", whole, attr=dtypes.f32)
+    return _finite(given, ir.op("bitcast", whole, attr=dtypes.f32))
 
 
 _SQRT_HALF_BITS = 0x3F3504F3
@@ -56,7 +61,7 @@ def log2(x: Node) -> Node:
     m = ir.op("bitcast", ir.op("sub", b, ir.op("shl", e, _i(23))), attr=dtypes.f32)
     s = ir.op("div", ir.op("sub", m, _f(1.0)), ir.op("add", m, _f(1.0)))
     series = ir.op("mul", _horner(ir.op("mul", s, s), _LOG2), s)
-    return ir.op("add", ir.op("cast", e, attr=dtypes.f32), series)
+    return _finite(x, ir.op("add", ir.op("cast", e, attr=dtypes.f32), series))
 
 
 def cbrt(x: Node) -> Node:
@@ -66,7 +71,8 @@ def cbrt(x: Node) -> Node:
     y = ir.op("bitcast", ir.op("add", third, _i(709921077)), attr=dtypes.f32)
     for _ in range(3):
         quotient = ir.op("div", x, ir.op("mul", y, y))
-        y = ir.op("mul", ir.op("add", ir.op("add", y, y), quotient), _f(1 / 3))
+        # Not (2 y + x / y^2) / 3: fast maths would gather the thirds of two steps into 9 x, which may overflow.
+        y = ir.op("sub", y, ir.op("mul", ir.op("sub", y, quotient), _f(1 / 3)))
     # 0 and Inf are their own roots; the quotient would make NaN of the latter.
     inside = ir.op("and", ir.op("lt", _f(0.0), x), ir.op("le", x, _f(float.fromhex("0x1.fffffep127"))))
     return ir.op("where", inside, y, x)

@@ -7,13 +7,15 @@ and roots by another) and run in fast mode only, where the names of those that f
 rewrite (EXACT):
     x * 1 -> x        x - 0 -> x        -(-x) -> x        host constants are computed
 rewrite (ROUNDS):
-    group     a * (h * b) / s -> (a-free host and block factors first): one multiplication per element
-    root      sqrt(h * x) -> sqrt(h) * sqrt(x): the root of a state is shared by whoever needs it
+    group     a * (h * b) / s -> (a-free host and block factors first): one multiplication per element; a factor that
+              stands there twice is scaled before it is squared, as an author writes (1 - beta2) * g * g
+    root      sqrt(h * x) -> sqrt(h) * sqrt(x), h >= 0: the root of a state is shared by whoever needs it
     eps       a / (h * x + e) -> (a / h) / (x + e / h), h and e in host space
     step      h * a / (x + e) -> a / (x / h + e / h), h >= 0: the learning rate costs nothing; h < 2^-100 counts as 0,
-              under which the denominator is infinite and the quotient 0
+              under which the denominator is infinite and the quotient 0; e counts as 2^-126 at least, so that 0 / 0
+              of e = 0 is 0 where strict maths has NaN
     distribute  h * (h1 * x + h2 * y) -> (h * h1) * x + (h * h2) * y where nothing else reads the sum
-    reciprocal  x / y -> x * rcp(y)
+    reciprocal  x / y -> x * rcp(y): 0 where y > 2^126, whose reciprocal is subnormal
 """
 
 from __future__ import annotations
@@ -117,13 +119,17 @@ class Grouper:
             return replace(p, host=exact(ir.op("neg", p.host or ir.const(1.0))))
         if node.op == "mul":
             x, y = (self.product(a) for a in node.args)
+            if node.args[0] is node.args[1] and x.num == [node.args[0]]:
+                return Product(num=[node])  # a square that the author made first, such as that of a stored root
             return Product(_mul(x.host, y.host), _mul(x.block, y.block), x.num + y.num, x.den + y.den)
         if node.op == "div":
             x, y = self.product(node.args[0]), self.denominator(node.args[1])
             return Product(_div(x.host, y.host), _div(x.block, y.block), x.num + y.den, x.den + y.num)
         if node.op == "sqrt":
             p = self.product(node.args[0])
-            if p.host is not None or p.block is not None:
+            factors = [x for x in (p.host, p.block) if x is not None]
+            # Below 0 the root of the product may exist where those of its factors do not.
+            if factors and all(self.intervals(x)[0] >= 0 for x in factors):
                 self.fired.add("root")
                 inner = self.join(replace(p, host=None, block=None))
                 return Product(_sqrt(p.host), _sqrt(p.block), [ir.op("sqrt", inner)] if inner else [])
@@ -133,7 +139,7 @@ class Grouper:
         if node.op == "add" and node.space == spaces.elem:
             for x, e in (node.args, node.args[::-1]):
                 p = self.product(x)
-                if e.space == spaces.host and p.host is not None and never_zero(p.host):
+                if e.space == spaces.host and p.host is not None and never_zero(p.host, self.intervals):
                     self.fired.add("eps")
                     inner = self.join(replace(p, host=None))
                     assert inner is not None
@@ -156,14 +162,17 @@ class Grouper:
         return replace(p, host=None, den=[ir.op("add", ir.op("mul", x, inverse), infinite)])
 
     def join(self, p: Product) -> Node | None:
-        """The node: (host * block) * (num / den); None for 1."""
-        num: Node | None = None
+        """The node: host * block * num / den; None for 1."""
+        scale, square = _mul(p.host, p.block), len({n.uid for n in p.num}) < len(p.num)
+        # (h * g) * g rather than h * (g * g), which overflows where the product may not: as many instructions.
+        out = scale if square else None
         for n in p.num:
-            num = _mul(num, n)
+            out = _mul(out, n)
+        if not square:
+            out = _mul(scale, out)
         den: Node | None = None
         for d in p.den:
             den = _mul(den, d)
-        out = _mul(_mul(p.host, p.block), num)
         if den is not None:
             self.fired.add("reciprocal")
             out = _mul(out, ir.op("rcp", den))
@@ -182,10 +191,10 @@ class Grouper:
         return node
 
 
-def distribute(program: Program) -> tuple[Program, bool]:
+def distribute(program: Program, intervals: Intervals) -> tuple[Program, bool]:
     """h * (x + y) -> h * x + h * y where x and y have host factors for h to join and only this reads the sum."""
     uses = Counter(a.uid for n in postorder(program.roots()) for a in n.args)
-    scaled = Grouper(Intervals({}))
+    scaled = Grouper(intervals)
     fired = False
 
     def rule(node: Node) -> Node:
@@ -209,7 +218,7 @@ def fold(program: Program) -> Program:
     if program.maths == "strict":
         return program
     intervals = Intervals(dict(program.ranges))
-    program, distributed = distribute(program)
+    program, distributed = distribute(program, intervals)
     group = Grouper(intervals)
     program = program.map(Rewriter(group))
     if distributed:

@@ -74,9 +74,18 @@ def read(cls: Any, groups: Groups, saved: Mapping[str, Any]) -> tuple[dict[Any, 
     return loaded, merged
 
 
+def opened(cls: Any, saved: Any) -> dict[str, Any]:
+    """A copy of a state dict that hooks may change; TypeError where it is none."""
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"{cls.__name__}.load_state_dict takes the dict that state_dict() made, got {saved!r:.80}")
+    return dict(saved)
+
+
 def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
     groups, entries = saved.get("param_groups"), saved.get("state")
-    if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+    if not isinstance(groups, Sequence) or not all(
+        isinstance(g, Mapping) and isinstance(g.get("params"), Sequence) for g in groups
+    ):
         misfits.add("expected 'param_groups': a list of groups, each with 'params'")
     if not isinstance(entries, Mapping):
         misfits.add("expected 'state': a dict by parameter number")

@@ -340,7 +340,7 @@ class Optimizer(torch.optim.Optimizer):
         The options saved with the groups win, the plan among them; only `backend` stays.  All is checked first:
         ValueError lists what does not fit, and nothing has changed.  Nothing stays shared with `state_dict`.
         """
-        state_dict = state_dict.copy()
+        state_dict = checkpoint.opened(type(self), state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             if changed is not None:

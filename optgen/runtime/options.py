@@ -39,6 +39,8 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("maximize", *(flag.name for flag in flags if flag.nonzero is None)):
         if name in group:
             found[name] = _switch(group[name], name, owner)
+    for flag in flags:
+        flag.check({**group, **found}, owner)
     if "seed" in group:
         seed = as_int(group["seed"])
         if seed is None:

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -110,11 +111,25 @@ def as_int(value: object) -> int | None:
 
 @dataclass(frozen=True)
 class Flag:
-    """A switch: a constructor argument, or (`nonzero` given) true iff that hyper-parameter is not 0."""
+    """A switch: a constructor argument, or (`nonzero` given) true iff that hyper-parameter is not 0.
+
+    needs, excludes  hyper-parameters that must not be 0, or must be 0, where the flag is on
+    """
 
     name: str
     default: bool = False
     nonzero: str | None = None
+    needs: str | None = None
+    excludes: str | None = None
+
+    def check(self, group: Mapping[str, Any], owner: str) -> None:
+        """ValueError where the flag is on without a hyper-parameter that it needs, or with one that it excludes."""
+        if self.nonzero is not None or not group.get(self.name):
+            return
+        if self.needs is not None and self.needs in group and group[self.needs] == 0:
+            raise ValueError(f"{owner}: {self.name}=True needs {self.needs}, which is 0")
+        if self.excludes is not None and self.excludes in group and group[self.excludes] != 0:
+            raise ValueError(f"{owner}: {self.name}=True needs {self.excludes}=0, got {group[self.excludes]!r}")
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,36 @@ def cells_per_unit(units: int) -> int:
     return min(255, 256 // units)
 
 
+def lowest_reading(fmt: LogMinMax, units: int) -> int:
+    """How far above the start of the block's lowest unit, as a pattern, what lies under its first cell is read at most.
+
+    To nearest that is the middle of the first cell, stochastically of the second: what is below is raised to half a
+    cell above the start or a little more, and noise adds up to a cell.  A cell is off by half a pattern, or by one.
+    """
+    cell = (1 << fmt.unit) // cells_per_unit(units)
+    return (cell + (cell >> 1) if stochastic(fmt) else cell >> 1) + 2
+
+
+def log_span(fmt: LogMinMax, units: int) -> tuple[float, float]:
+    """(octaves that a block may span and be counted as so many units, octaves under its maximum that everything below
+    reads as at most), both cut to a tenth.
+
+    A pattern counts octaves to within BEND.  A span of s units lies in floor(s + two margins) + 2 of them at most,
+    however it falls on their ends, and the last one ends at most a unit and a margin above the maximum.
+    """
+    octaves, margin = (0.5 if fmt.of == "sqrt" else 1.0), (1 / 8 if stochastic(fmt) else 0.0)
+    span = (units - 1 - 2 * margin) * octaves - BEND
+    below = (units - 1 - margin) * octaves - lowest_reading(fmt, units) / 2**23 - BEND
+    return math.floor(10 * span) / 10, math.floor(10 * below) / 10
+
+
+BEND = 1 - 1 / math.log(2) - math.log2(math.log(2))  # the largest log2(1 + f) - f of a mantissa 1 + f
+
+
+def _least(fmt: LogMinMax) -> str:
+    return "2^-126" if fmt.of == "value" else "2^-63"
+
+
 def _log_bound(fmt: LogMinMax, units: int) -> Bound:
     k = cells_per_unit(units)
     octaves = 0.5 if fmt.of == "sqrt" else 1.0
@@ -187,10 +217,10 @@ def _log_bound(fmt: LogMinMax, units: int) -> Bound:
     # The cell is a whole number of bit patterns, off by up to half a pattern per code.
     slack = 256 * 0.5 * 2.0**-23 * (2 if fmt.of == "value" else 1) + 4 * ROUNDOFF
     what = "root" if fmt.of == "sqrt" else "value"
-    least = "2^-126" if fmt.of == "value" else "2^-63"
+    span, below = log_span(fmt, units)
     valid = (
-        f"for a block whose {what}s span {units * octaves:g} octaves; reads as at most one cell more "
-        f"where the {what} is {fmt.UNITS * octaves:g} octaves under the block's maximum or under {least}"
+        f"for a block whose {what}s span at most {span:g} octaves; what lies further below the block's maximum reads "
+        f"as at most {below:g} octaves under it, what lies under {_least(fmt)} as at most 1.5 cells more than that"
     )
 
     def formula() -> Any:

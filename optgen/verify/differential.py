@@ -282,14 +282,12 @@ def _stored_log(fmt: LogMinMax, x: Interval) -> Interval:
     units = (above - unit_of(blocks.smallest(down), -margin)).clamp(1, fmt.UNITS)
     counts = range(1, fmt.UNITS + 1)
     relative = _table([_total(bounds.one_step_bound(fmt, k), x.model) for k in counts])[units]
-    # The pattern at which the codes of the block start at the highest.  What lies below the end of the first cell
-    # is raised into it, and may be rounded up to the middle of the second.
+    # The pattern at which the codes of the block start at the highest; what lies below is raised.
     start = torch.maximum(unit_of(blocks.smallest(up), -margin), above - fmt.UNITS).clamp(min=fmt.lowest >> fmt.unit)
     start = start << fmt.unit
-    step = (1 << fmt.unit) // _table([bounds.cells_per_unit(k) for k in counts])[units].long()
-    raised = _of_pattern(start + step + (step >> 1) + 256)  # a cell is off by up to half a pattern per code
+    raised = start + _table([bounds.lowest_reading(fmt, k) for k in counts])[units].long()
     low = torch.minimum(lo, _of_pattern(torch.tensor(fmt.highest))) * (1 - relative)
-    high = torch.where(hi < _of_pattern(start + step), torch.maximum(raised, hi), hi * (1 + relative))
+    high = torch.maximum(hi * (1 + relative), _of_pattern(raised))
     low, high = torch.where(lost, torch.nan, low.clamp(min=0)), torch.where(lost, torch.nan, high)
     kept = Interval(low, high, x.model)
     return kept * kept if fmt.of == "sqrt" else kept

@@ -30,7 +30,7 @@ F32_NORMAL = 2.0**-126
 # Errors of the decomposed functions (passes/decompose.py) in units of half an ulp, counted from their operations:
 # exp2  truncated series 2.8 (at f = -1/2), last addition 1, products before it less than 1 together
 # log2  of the mantissa's series, which is at most 1/2: 5 coefficients, one quotient of two sums
-# cbrt  last Newton step: square 1/3, quotient 1/3, sum 1, product 1, constant 1/2
+# cbrt  last Newton step: square 1/3, quotient 1/3, last difference 1; the other roundings are of a small correction
 EXP2_UNITS, LOG2_UNITS, CBRT_UNITS = 6.0, 8.0, 4.0
 
 

@@ -121,7 +121,11 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict
     if kind == "ema" and nearest and decay is not None:
         out += _l2(fmt, decay) if nonneg else _l1(fmt, decay)
     if kind in AVERAGES and decay is None and nearest:
-        out.append(("L2", "warning", "its decay is unknown, so nearest rounding may keep it from moving"))
+        reason = (
+            "its decay is not a number at build time: where it is slow, rounding to nearest keeps the average from "
+            "moving; round it stochastically"
+        )
+        out.append(("L2", "warning", reason))
     if kind == "sum" and nearest:
         reason = (
             "it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell"
@@ -180,9 +184,12 @@ def _l2(fmt: Format, decay: float) -> list[Verdict]:
     if cell <= allowed:
         return []
     factor = bounds.steady_state(fmt, decay)
-    reason = f"to nearest, cells of up to {cell:.2g} of the value swallow the steps of an average with decay {decay:g}"
+    reason = (
+        f"the average freezes, and the step sizes made of it with it: a step under decay {decay:g} changes it by "
+        f"{1 - decay:.2g} of itself at most, and rounding to nearest undoes that in cells of up to {cell:.2g}"
+    )
     reach = f" ({factor})" if factor.of == "factor" else ""
-    return [("L2", "error", f"{reason}, which change it by {1 - decay:.2g} at most{reach}")]
+    return [("L2", "error", f"{reason}{reach}; round it stochastically, or keep it in fp32")]
 
 
 def _of_weight(storage: Storage) -> list[Finding]:
@@ -191,10 +198,13 @@ def _of_weight(storage: Storage) -> list[Finding]:
         return []
     last = {"bf16": 8, "f16": 11}[param.name]
     if isinstance(master, Native):
-        reason = f"updates below 2^-{last} of the weight are lost: to nearest, a {param.name} weight stops learning"
+        reason = (
+            f"late in training, when steps are smaller than 2^-{last} of a weight, the weight no longer moves: it is "
+            f"kept in {param.name} and rounded to nearest; master=Split(8) or Native('stochastic') keeps it moving"
+        )
         return [Finding("L11", "warning", "p", reason)]
     if isinstance(master, (Kahan, Ecc8)) or isinstance(master, Split) and master.bits == 8:
-        reason = f"updates below about 2^-{last + 8} of the weight are lost"
+        reason = f"steps smaller than about 2^-{last + 8} of a weight do not move it; fp32 itself stops at 2^-24"
         return [Finding("L11", "note", "p", reason)]
     return []
 

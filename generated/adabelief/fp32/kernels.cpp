@@ -53,7 +53,7 @@ struct adabelief_float32 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-            const F exp_avg_var_2 = fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps;
+            const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_4, scalar_5)), p_2);
             store(p_at + i, p_3);
@@ -99,7 +99,7 @@ struct adabelief_bfloat16 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g_cast, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-            const F exp_avg_var_2 = fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps;
+            const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_4, scalar_5)), p_2);
             const I p_x_bits = bits(p_3);
@@ -147,7 +147,7 @@ struct adabelief_float16 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g_cast, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-            const F exp_avg_var_2 = fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps;
+            const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_4, scalar_5)), p_2);
             store(p_at + i, narrow_half(p_3));

@@ -40,7 +40,7 @@ def adabelief_float32_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g, -exp_avg)                              # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-    exp_avg_var = tl.fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_4, scalar_5)), p)
     # -- encode and store
@@ -113,7 +113,7 @@ def adabelief_bfloat16_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g_cast, -exp_avg)  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-    exp_avg_var = tl.fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_4, scalar_5)), p)
     # -- encode and store
@@ -188,7 +188,7 @@ def adabelief_float16_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g_cast, -exp_avg)  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-    exp_avg_var = tl.fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_4, scalar_5)), p)
     # -- encode and store

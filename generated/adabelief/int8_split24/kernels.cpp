@@ -11,7 +11,7 @@
 //     exp_avg      1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 //                  |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 //     exp_avg_var  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                  |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                  |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off
@@ -116,7 +116,7 @@ struct adabelief_float32 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 const F surprise = fma(grad_scale, g, -exp_avg);              // 22  surprise = g - exp_avg
                 // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-                const F exp_avg_var_2 = fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps;
+                const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
                 const F g_sqrt = sqrt(exp_avg_var_2);
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_4, scalar_5), p_2);
@@ -224,7 +224,7 @@ struct adabelief_float32_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-            const F exp_avg_var_2 = fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps;
+            const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_4, scalar_5)), p_2);
             store(p_at + i, p_3);
@@ -337,7 +337,7 @@ struct adabelief_bfloat16 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F surprise = fma(grad_scale, g_cast, -exp_avg);         // 22  surprise = g - exp_avg
                 // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-                const F exp_avg_var_2 = fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps;
+                const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
                 const F g_sqrt = sqrt(exp_avg_var_2);
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_4, scalar_5), p_2);
@@ -470,7 +470,7 @@ struct adabelief_bfloat16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g_cast, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-            const F exp_avg_var_2 = fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps;
+            const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_4, scalar_5), p_2);
             const I word_and = lane(i);
@@ -595,7 +595,7 @@ struct adabelief_float16 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F surprise = fma(grad_scale, g_cast, -exp_avg);         // 22  surprise = g - exp_avg
                 // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-                const F exp_avg_var_2 = fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps;
+                const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
                 const F g_sqrt = sqrt(exp_avg_var_2);
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_4, scalar_5), p_2);
@@ -745,7 +745,7 @@ struct adabelief_float16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g_cast, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-            const F exp_avg_var_2 = fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps;
+            const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_4, scalar_5), p_2);
             const I word_and = lane(i);

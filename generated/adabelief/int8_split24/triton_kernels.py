@@ -11,7 +11,7 @@
 #     exp_avg      1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 #                  |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #     exp_avg_var  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                  |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                  |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 # fmt: off
@@ -57,7 +57,7 @@ def adabelief_float32_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     surprise = tl.fma(grad_scale, g, -exp_avg)                               # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-    exp_avg_var = tl.fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     g_sqrt = tl.sqrt(exp_avg_var)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(g_sqrt, scalar_4, scalar_5)), p)
@@ -193,7 +193,7 @@ def adabelief_float32_small_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g, -exp_avg)                              # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-    exp_avg_var = tl.fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_4, scalar_5)), p)
     # -- encode and store
@@ -286,7 +286,7 @@ def adabelief_bfloat16_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     surprise = tl.fma(grad_scale, g_cast, -exp_avg)                          # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-    exp_avg_var = tl.fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     g_sqrt = tl.sqrt(exp_avg_var)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(g_sqrt, scalar_4, scalar_5)), p)
@@ -433,7 +433,7 @@ def adabelief_bfloat16_small_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g_cast, -exp_avg)  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-    exp_avg_var = tl.fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_4, scalar_5)), p)
     # -- encode and store
@@ -548,7 +548,7 @@ def adabelief_float16_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     surprise = tl.fma(grad_scale, g_cast, -exp_avg)                          # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-    exp_avg_var = tl.fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     g_sqrt = tl.sqrt(exp_avg_var)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(g_sqrt, scalar_4, scalar_5)), p)
@@ -712,7 +712,7 @@ def adabelief_float16_small_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g_cast, -exp_avg)  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-    exp_avg_var = tl.fma(one_minus_beta2, surprise * surprise, beta2 * exp_avg_var) + eps
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_4, scalar_5)), p)
     # -- encode and store

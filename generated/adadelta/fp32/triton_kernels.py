@@ -36,13 +36,13 @@ def adadelta_float32_tile(
     acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
-    square_avg = tl.fma(one_minus_rho, g * g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
+    square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho, delta * acc_delta_sqrt * p_rcp * g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -105,13 +105,13 @@ def adadelta_bfloat16_tile(
     acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
-    square_avg = tl.fma(one_minus_rho, g * g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
+    square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho, delta * acc_delta_sqrt * p_rcp * g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -176,13 +176,13 @@ def adadelta_float16_tile(
     acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
-    square_avg = tl.fma(one_minus_rho, g * g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
+    square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho, delta * acc_delta_sqrt * p_rcp * g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)

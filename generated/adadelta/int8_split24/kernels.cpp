@@ -9,9 +9,9 @@
 //     p           3 B  bf16 and 8 more bits, stochastic
 //                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 //     square_avg  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //     acc_delta   1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
@@ -121,13 +121,13 @@ struct adadelta_float32 {
                 const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
-                const F square_avg_2 = fma(one_minus_rho, g_3 * g_3, rho * square_avg);
+                const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
                 const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
                 const F delta = acc_delta_range_sqrt * p_rcp * g_3;
                 // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-                const F acc_delta_2 = fma(one_minus_rho, delta * acc_delta_range_sqrt * p_rcp * g_3, rho * acc_delta);
+                const F acc_delta_2 = fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g_3 * acc_delta_range_sqrt * p_rcp, g_3, rho * acc_delta);
                 const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
@@ -247,13 +247,13 @@ struct adadelta_float32_small {
             const F acc_delta = load(acc_delta_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
-            const F square_avg_2 = fma(one_minus_rho, g_3 * g_3, rho * square_avg);
+            const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
             const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_3;
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho, delta * acc_delta_sqrt * p_rcp * g_3, rho * acc_delta);
+            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_3 * acc_delta_sqrt * p_rcp, g_3, rho * acc_delta);
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
@@ -369,13 +369,13 @@ struct adadelta_bfloat16 {
                 const F acc_delta = acc_delta_value * acc_delta_value;
                 const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
-                const F square_avg_2 = fma(one_minus_rho, g_2 * g_2, rho * square_avg);
+                const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
                 const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
                 const F delta = acc_delta_range_sqrt * p_rcp * g_2;
                 // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-                const F acc_delta_2 = fma(one_minus_rho, delta * acc_delta_range_sqrt * p_rcp * g_2, rho * acc_delta);
+                const F acc_delta_2 = fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g_2 * acc_delta_range_sqrt * p_rcp, g_2, rho * acc_delta);
                 const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
@@ -519,13 +519,13 @@ struct adadelta_bfloat16_small {
             const F acc_delta = load(acc_delta_at + i);
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
-            const F square_avg_2 = fma(one_minus_rho, g_2 * g_2, rho * square_avg);
+            const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
             const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_2;
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho, delta * acc_delta_sqrt * p_rcp * g_2, rho * acc_delta);
+            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
@@ -653,13 +653,13 @@ struct adadelta_float16 {
                 const F acc_delta = acc_delta_value * acc_delta_value;
                 const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
-                const F square_avg_2 = fma(one_minus_rho, g_2 * g_2, rho * square_avg);
+                const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
                 const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
                 const F delta = acc_delta_range_sqrt * p_rcp * g_2;
                 // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-                const F acc_delta_2 = fma(one_minus_rho, delta * acc_delta_range_sqrt * p_rcp * g_2, rho * acc_delta);
+                const F acc_delta_2 = fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g_2 * acc_delta_range_sqrt * p_rcp, g_2, rho * acc_delta);
                 const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
@@ -820,13 +820,13 @@ struct adadelta_float16_small {
             const F acc_delta = load(acc_delta_at + i);
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
-            const F square_avg_2 = fma(one_minus_rho, g_2 * g_2, rho * square_avg);
+            const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
             const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_2;
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho, delta * acc_delta_sqrt * p_rcp * g_2, rho * acc_delta);
+            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)

@@ -9,9 +9,9 @@
 #     p           3 B  bf16 and 8 more bits, stochastic
 #                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 #     square_avg  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #     acc_delta   1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
@@ -55,13 +55,13 @@ def adadelta_float32_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
-    square_avg = tl.fma(one_minus_rho, g * g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
+    square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_range_sqrt * p_rcp * g
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho, delta * acc_delta_range_sqrt * p_rcp * g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g * acc_delta_range_sqrt * p_rcp, g, rho * acc_delta)
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -195,13 +195,13 @@ def adadelta_float32_small_tile(
     acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
-    square_avg = tl.fma(one_minus_rho, g * g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
+    square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho, delta * acc_delta_sqrt * p_rcp * g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -286,13 +286,13 @@ def adadelta_bfloat16_tile(
     acc_delta = acc_delta_value * acc_delta_value
     # -- update  (specs/adadelta.py)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
-    square_avg = tl.fma(one_minus_rho, g * g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
+    square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_range_sqrt * p_rcp * g
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho, delta * acc_delta_range_sqrt * p_rcp * g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g * acc_delta_range_sqrt * p_rcp, g, rho * acc_delta)
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -435,13 +435,13 @@ def adadelta_bfloat16_small_tile(
     acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
-    square_avg = tl.fma(one_minus_rho, g * g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
+    square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho, delta * acc_delta_sqrt * p_rcp * g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -548,13 +548,13 @@ def adadelta_float16_tile(
     acc_delta = acc_delta_value * acc_delta_value
     # -- update  (specs/adadelta.py)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
-    square_avg = tl.fma(one_minus_rho, g * g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
+    square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_range_sqrt * p_rcp * g
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho, delta * acc_delta_range_sqrt * p_rcp * g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g * acc_delta_range_sqrt * p_rcp, g, rho * acc_delta)
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -714,13 +714,13 @@ def adadelta_float16_small_tile(
     acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
-    square_avg = tl.fma(one_minus_rho, g * g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
+    square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho, delta * acc_delta_sqrt * p_rcp * g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005

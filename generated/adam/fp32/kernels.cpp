@@ -53,7 +53,7 @@ struct adam_float32 {
             const F g_3 = fma(weight_decay, p, g_2);                         // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_3 * g_3, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_4, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
             store(p_at + i, p_2);
@@ -98,7 +98,7 @@ struct adam_bfloat16 {
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
             const I p_x_bits = bits(p_2);
@@ -145,7 +145,7 @@ struct adam_float16 {
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
             store(p_at + i, narrow_half(p_2));
@@ -191,7 +191,7 @@ struct adam_float32_amsgrad {
             const F g_3 = fma(weight_decay, p, g_2);                         // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_3 * g_3, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -241,7 +241,7 @@ struct adam_bfloat16_amsgrad {
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -293,7 +293,7 @@ struct adam_float16_amsgrad {
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -40,7 +40,7 @@ def adam_float32_tile(
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
@@ -114,7 +114,7 @@ def adam_bfloat16_tile(
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
@@ -190,7 +190,7 @@ def adam_float16_tile(
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
@@ -264,7 +264,7 @@ def adam_float32_amsgrad_tile(
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -344,7 +344,7 @@ def adam_bfloat16_amsgrad_tile(
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -426,7 +426,7 @@ def adam_float16_amsgrad_tile(
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom

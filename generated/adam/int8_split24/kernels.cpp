@@ -11,7 +11,7 @@
 //     exp_avg     1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
 //                 |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 + 0.00391)
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 // clang-format off
@@ -117,7 +117,7 @@ struct adam_float32 {
                 // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_beta2, g_3 * g_3, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-exp_avg, reciprocal(fma(p_sqrt, scalar_3, scalar_4)), p);
@@ -248,7 +248,7 @@ struct adam_float32_small {
             const F g_3 = fma(weight_decay, p, g_2);                         // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_3 * g_3, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_4, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
             store(p_at + i, p_2);
@@ -361,7 +361,7 @@ struct adam_bfloat16 {
                 // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-exp_avg, 1.0f / fma(p_sqrt, scalar_3, scalar_4), p);
@@ -516,7 +516,7 @@ struct adam_bfloat16_small {
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
             const I word_and = lane(i);
@@ -641,7 +641,7 @@ struct adam_float16 {
                 // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-exp_avg, 1.0f / fma(p_sqrt, scalar_3, scalar_4), p);
@@ -813,7 +813,7 @@ struct adam_float16_small {
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
             const I word_and = lane(i);
@@ -964,7 +964,7 @@ struct adam_float32_amsgrad {
                 // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_beta2, g_3 * g_3, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
                 // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -1127,7 +1127,7 @@ struct adam_float32_amsgrad_small {
             const F g_3 = fma(weight_decay, p, g_2);                         // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_3 * g_3, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1269,7 +1269,7 @@ struct adam_bfloat16_amsgrad {
                 // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_2, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
                 // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -1456,7 +1456,7 @@ struct adam_bfloat16_amsgrad_small {
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1610,7 +1610,7 @@ struct adam_float16_amsgrad {
                 // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
                 // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -1814,7 +1814,7 @@ struct adam_float16_amsgrad_small {
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -41,7 +41,7 @@ def adamw_float32_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
@@ -128,7 +128,7 @@ def adamw_bfloat16_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
@@ -225,7 +225,7 @@ def adamw_float16_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
@@ -332,7 +332,7 @@ def adamw_float32_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -429,7 +429,7 @@ def adamw_bfloat16_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -536,7 +536,7 @@ def adamw_float16_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -44,16 +44,15 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     beta1_times_one_over_127 = beta1 * one_over_127
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_6 = (1 - beta2) * grad_scale * grad_scale
     beta2_times_one_over_255_times_one_over_255 = beta2 * one_over_255_times_one_over_255
-    scalar_7 = (1 - beta2) * grad_scale * grad_scale
     one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     scalar_9 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
     scalar_10 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
     return (
         eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-        one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale,
-        beta2_times_one_over_255_times_one_over_255, scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9,
-        scalar_10,
+        one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+        beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
     )
 
 
@@ -84,15 +83,16 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     scalar_3 = 1 - rate * weight_decay
     beta1_times_one_over_127 = beta1 * one_over_127
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_6 = (1 - beta2) * grad_scale * grad_scale
     beta2_times_one_over_255_times_one_over_255 = beta2 * one_over_255_times_one_over_255
-    scalar_7 = (1 - beta2) * grad_scale * grad_scale
     one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     scalar_9 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
     scalar_10 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
     return (
         eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255, scalar_3,
-        beta1_times_one_over_127, one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255,
-        scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, peak_lr_2,
+        beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+        beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+        peak_lr_2,
     )
 
 
@@ -113,7 +113,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars,
         block=32,
         stochastic=False,
@@ -137,7 +137,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars,
         block=32,
         stochastic=False,
@@ -161,7 +161,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars,
         block=32,
         stochastic=False,
@@ -184,7 +184,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars_2,
         block=32,
         stochastic=False,
@@ -208,7 +208,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars_2,
         block=32,
         stochastic=False,
@@ -232,7 +232,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars_2,
         block=32,
         stochastic=False,
@@ -257,7 +257,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars,
         block=32,
         stochastic=False,
@@ -283,7 +283,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars,
         block=32,
         stochastic=False,
@@ -309,7 +309,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars,
         block=32,
         stochastic=False,
@@ -334,7 +334,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars_2,
         block=32,
         stochastic=False,
@@ -360,7 +360,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars_2,
         block=32,
         stochastic=False,
@@ -386,7 +386,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'beta2_times_one_over_255_times_one_over_255', 'scalar_7', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
         kernel_host=kernel_scalars_2,
         block=32,
         stochastic=False,

@@ -38,8 +38,8 @@ struct adamw_float32 {
         const F one_minus_lr_times_weight_decay(scalars[5]);
         const F beta1_times_one_over_127(scalars[6]);
         const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[8]);
-        const F scalar_7(scalars[9]);
+        const F scalar_6(scalars[8]);
+        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
         const F scalar_9(scalars[11]);
         const F scalar_10(scalars[12]);
         alignas(64) float exp_avg_kept[TILE];
@@ -82,7 +82,7 @@ struct adamw_float32 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(2.0f - abs(one_over_127 * exp_avg_code_2))));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_7, g * g, exp_avg_sq_scale_mul * (exp_avg_sq_code_2 * exp_avg_sq_code_2));
+                const F exp_avg_sq = fma(scalar_6 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(exp_avg_sq_value, scalar_9, scalar_10)), p_2);
@@ -147,8 +147,8 @@ struct adamw_bfloat16 {
         const F one_minus_lr_times_weight_decay(scalars[5]);
         const F beta1_times_one_over_127(scalars[6]);
         const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[8]);
-        const F scalar_7(scalars[9]);
+        const F scalar_6(scalars[8]);
+        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
         const F scalar_9(scalars[11]);
         const F scalar_10(scalars[12]);
         alignas(64) float exp_avg_kept[TILE];
@@ -200,7 +200,7 @@ struct adamw_bfloat16 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_7, g_cast * g_cast, exp_avg_sq_scale_mul * (exp_avg_sq_code_2 * exp_avg_sq_code_2));
+                const F exp_avg_sq = fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_9, scalar_10), p_2);
@@ -278,8 +278,8 @@ struct adamw_float16 {
         const F one_minus_lr_times_weight_decay(scalars[5]);
         const F beta1_times_one_over_127(scalars[6]);
         const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[8]);
-        const F scalar_7(scalars[9]);
+        const F scalar_6(scalars[8]);
+        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
         const F scalar_9(scalars[11]);
         const F scalar_10(scalars[12]);
         alignas(64) float exp_avg_kept[TILE];
@@ -331,7 +331,7 @@ struct adamw_float16 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_7, g_cast * g_cast, exp_avg_sq_scale_mul * (exp_avg_sq_code_2 * exp_avg_sq_code_2));
+                const F exp_avg_sq = fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_9, scalar_10), p_2);
@@ -409,8 +409,8 @@ struct adamw_float32_amsgrad {
         const F one_minus_lr_times_weight_decay(scalars[5]);
         const F beta1_times_one_over_127(scalars[6]);
         const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[8]);
-        const F scalar_7(scalars[9]);
+        const F scalar_6(scalars[8]);
+        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
         const F scalar_9(scalars[11]);
         const F scalar_10(scalars[12]);
         alignas(64) float exp_avg_kept[TILE];
@@ -460,14 +460,14 @@ struct adamw_float32_amsgrad {
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * (max_exp_avg_sq_code_2 * max_exp_avg_sq_code_2);
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2 * max_exp_avg_sq_code_2;
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(2.0f - abs(one_over_127 * exp_avg_code_2))));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_7, g * g, exp_avg_sq_scale_mul * (exp_avg_sq_code_2 * exp_avg_sq_code_2));
+                const F exp_avg_sq = fma(scalar_6 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -549,8 +549,8 @@ struct adamw_bfloat16_amsgrad {
         const F one_minus_lr_times_weight_decay(scalars[5]);
         const F beta1_times_one_over_127(scalars[6]);
         const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[8]);
-        const F scalar_7(scalars[9]);
+        const F scalar_6(scalars[8]);
+        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
         const F scalar_9(scalars[11]);
         const F scalar_10(scalars[12]);
         alignas(64) float exp_avg_kept[TILE];
@@ -609,14 +609,14 @@ struct adamw_bfloat16_amsgrad {
                 // bf16 and its rounding error in 1/254 ulp (FlashOptim)
                 const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * (max_exp_avg_sq_code_2 * max_exp_avg_sq_code_2);
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2 * max_exp_avg_sq_code_2;
                 const F g_stored = Grad::load(g_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_7, g_cast * g_cast, exp_avg_sq_scale_mul * (exp_avg_sq_code_2 * exp_avg_sq_code_2));
+                const F exp_avg_sq = fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -711,8 +711,8 @@ struct adamw_float16_amsgrad {
         const F one_minus_lr_times_weight_decay(scalars[5]);
         const F beta1_times_one_over_127(scalars[6]);
         const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[8]);
-        const F scalar_7(scalars[9]);
+        const F scalar_6(scalars[8]);
+        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
         const F scalar_9(scalars[11]);
         const F scalar_10(scalars[12]);
         alignas(64) float exp_avg_kept[TILE];
@@ -771,14 +771,14 @@ struct adamw_float16_amsgrad {
                 // f16 and its rounding error in 1/254 ulp (FlashOptim)
                 const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * (max_exp_avg_sq_code_2 * max_exp_avg_sq_code_2);
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2 * max_exp_avg_sq_code_2;
                 const F g_stored = Grad::load(g_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_7, g_cast * g_cast, exp_avg_sq_scale_mul * (exp_avg_sq_code_2 * exp_avg_sq_code_2));
+                const F exp_avg_sq = fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);

@@ -26,9 +26,9 @@ from optgen.runtime.triton_prelude import block_magnitude, block_max, get, inver
 def adamw_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
     live_block, index, eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale,
-    beta2_times_one_over_255_times_one_over_255, scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9,
-    scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+    beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -49,7 +49,7 @@ def adamw_float32_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g * g, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_6 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_9, scalar_10)), p)
@@ -72,11 +72,10 @@ def adamw_float32_tile(
 def adamw_float32(
     table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
     one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, scalar_7: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
+    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -108,9 +107,9 @@ def adamw_float32(
             adamw_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
                 live_block, where, eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale,
-                beta2_times_one_over_255_times_one_over_255, scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9,
-                scalar_10, step_key, stream_key, True,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -127,8 +126,9 @@ def adamw_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at, eps,
                 grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255,
-                scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, False,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -139,8 +139,9 @@ def adamw_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at, eps,
                 grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255,
-                scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, True,
             )
 
 
@@ -149,7 +150,7 @@ def adamw_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
     at_block, live, live_block, index, eps, grad_scale, one_over_127, one_over_255,
     one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-    one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
+    one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
     one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -180,7 +181,7 @@ def adamw_bfloat16_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g_cast * g_cast, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_9, scalar_10)), p)
@@ -216,11 +217,10 @@ def adamw_bfloat16_tile(
 def adamw_bfloat16(
     table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
     one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, scalar_7: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
+    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -254,7 +254,7 @@ def adamw_bfloat16(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
                 where, block, live, live_block, where, eps, grad_scale, one_over_127, one_over_255,
                 one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
+                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
             )
     else:
@@ -273,9 +273,9 @@ def adamw_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, at, eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale,
-                beta2_times_one_over_255_times_one_over_255, scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9,
-                scalar_10, step_key, stream_key, False,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -287,7 +287,7 @@ def adamw_bfloat16(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, at, eps, grad_scale, one_over_127, one_over_255,
                 one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
+                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
             )
 
@@ -297,7 +297,7 @@ def adamw_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
     at_block, live, live_block, index, eps, grad_scale, one_over_127, one_over_255,
     one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-    one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
+    one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
     one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -328,7 +328,7 @@ def adamw_float16_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g_cast * g_cast, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_9, scalar_10)), p)
@@ -362,11 +362,10 @@ def adamw_float16_tile(
 def adamw_float16(
     table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
     one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, scalar_7: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
+    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -400,7 +399,7 @@ def adamw_float16(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
                 where, block, live, live_block, where, eps, grad_scale, one_over_127, one_over_255,
                 one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
+                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
             )
     else:
@@ -419,9 +418,9 @@ def adamw_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, at, eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale,
-                beta2_times_one_over_255_times_one_over_255, scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9,
-                scalar_10, step_key, stream_key, False,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -433,7 +432,7 @@ def adamw_float16(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, at, eps, grad_scale, one_over_127, one_over_255,
                 one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
+                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
             )
 
@@ -443,7 +442,7 @@ def adamw_float32_amsgrad_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
     max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, eps, grad_scale, one_over_127,
     one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-    one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
+    one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
     one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -462,7 +461,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_code = (max_exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_scale_mul = one_over_255_times_one_over_255 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * (max_exp_avg_sq_code * max_exp_avg_sq_code)
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
     p = get(p_ptr, at, live, MASKED)
     g = get(g_ptr, at, live, MASKED).to(tl.float32)
     # -- update  (specs/adamw.py)
@@ -472,7 +471,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g * g, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_6 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -503,11 +502,10 @@ def adamw_float32_amsgrad_tile(
 def adamw_float32_amsgrad(
     table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
     one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, scalar_7: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
+    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -542,7 +540,7 @@ def adamw_float32_amsgrad(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
                 max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, eps, grad_scale, one_over_127,
                 one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
+                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
             )
     else:
@@ -563,7 +561,7 @@ def adamw_float32_amsgrad(
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at, eps, grad_scale, one_over_127,
                 one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255, scalar_7,
+                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, False,
             )
         tile = count // TILE
@@ -576,8 +574,9 @@ def adamw_float32_amsgrad(
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at, eps, grad_scale,
                 one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255,
-                scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, True,
             )
 
 
@@ -586,9 +585,9 @@ def adamw_bfloat16_amsgrad_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
     max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, eps, grad_scale,
     one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255,
-    scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key,
-    MASKED: tl.constexpr,
+    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+    beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -615,7 +614,7 @@ def adamw_bfloat16_amsgrad_tile(
     p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
     max_exp_avg_sq_scale_mul = one_over_255_times_one_over_255 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * (max_exp_avg_sq_code * max_exp_avg_sq_code)
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -625,7 +624,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g_cast * g_cast, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -669,11 +668,10 @@ def adamw_bfloat16_amsgrad_tile(
 def adamw_bfloat16_amsgrad(
     table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
     one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, scalar_7: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
+    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -709,8 +707,9 @@ def adamw_bfloat16_amsgrad(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
                 max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, eps, grad_scale,
                 one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255,
-                scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -731,9 +730,9 @@ def adamw_bfloat16_amsgrad(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at,
                 eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale,
-                beta2_times_one_over_255_times_one_over_255, scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9,
-                scalar_10, step_key, stream_key, False,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -745,9 +744,9 @@ def adamw_bfloat16_amsgrad(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at,
                 eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale,
-                beta2_times_one_over_255_times_one_over_255, scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9,
-                scalar_10, step_key, stream_key, True,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, True,
             )
 
 
@@ -756,9 +755,9 @@ def adamw_float16_amsgrad_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
     max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, eps, grad_scale,
     one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255,
-    scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key,
-    MASKED: tl.constexpr,
+    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+    beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -785,7 +784,7 @@ def adamw_float16_amsgrad_tile(
     p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
     max_exp_avg_sq_scale_mul = one_over_255_times_one_over_255 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * (max_exp_avg_sq_code * max_exp_avg_sq_code)
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -795,7 +794,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g_cast * g_cast, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -837,11 +836,10 @@ def adamw_float16_amsgrad_tile(
 def adamw_float16_amsgrad(
     table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
     one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, scalar_7: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
+    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -877,8 +875,9 @@ def adamw_float16_amsgrad(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
                 max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, eps, grad_scale,
                 one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, beta2_times_one_over_255_times_one_over_255,
-                scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -899,9 +898,9 @@ def adamw_float16_amsgrad(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at,
                 eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale,
-                beta2_times_one_over_255_times_one_over_255, scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9,
-                scalar_10, step_key, stream_key, False,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -913,9 +912,9 @@ def adamw_float16_amsgrad(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at,
                 eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale,
-                beta2_times_one_over_255_times_one_over_255, scalar_7, one_over_sqrt_one_minus_beta2_pow_t, scalar_9,
-                scalar_10, step_key, stream_key, True,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
+                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+                step_key, stream_key, True,
             )
 
 

@@ -40,7 +40,7 @@ def adamw_float32_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -115,7 +115,7 @@ def adamw_bfloat16_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -195,7 +195,7 @@ def adamw_float16_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -273,7 +273,7 @@ def adamw_float32_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -355,7 +355,7 @@ def adamw_bfloat16_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -444,7 +444,7 @@ def adamw_float16_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom

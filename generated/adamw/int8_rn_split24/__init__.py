@@ -40,14 +40,14 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
     beta2_times_1p5378693166672797em05 = beta2 * 1.5378693166672797e-05
-    scalar_3 = (1 - beta2) * grad_scale * grad_scale
     one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     scalar_5 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
     scalar_6 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
     return (
-        beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
+        beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+        beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
     )
 
 
@@ -92,14 +92,14 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     rate = divide(lr, max(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
     scalar_0 = 1 - rate * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
     beta2_times_1p5378693166672797em05 = beta2 * 1.5378693166672797e-05
-    scalar_3 = (1 - beta2) * grad_scale * grad_scale
     one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     scalar_5 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
     scalar_6 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
     return (
-        beta1, eps, grad_scale, scalar_0, one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05,
-        scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, peak_lr_2,
+        beta1, eps, grad_scale, scalar_0, one_minus_beta1_times_grad_scale, scalar_2,
+        beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, peak_lr_2,
     )
 
 
@@ -140,7 +140,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=False,
@@ -185,7 +185,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=False,
@@ -231,7 +231,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=False,
@@ -276,7 +276,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=False,
@@ -321,7 +321,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=False,
@@ -367,7 +367,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=False,
@@ -414,7 +414,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=False,
@@ -462,7 +462,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=False,
@@ -511,7 +511,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=False,
@@ -559,7 +559,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=False,
@@ -607,7 +607,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=False,
@@ -656,7 +656,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'beta2_times_1p5378693166672797em05', 'scalar_3', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'beta2_times_1p5378693166672797em05', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=False,

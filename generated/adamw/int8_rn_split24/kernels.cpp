@@ -37,8 +37,8 @@ struct adamw_float32 {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F beta2_times_1p5378693166672797em05(scalars[5]);
-        const F scalar_3(scalars[6]);
+        const F scalar_2(scalars[5]);
+        const F beta2_times_1p5378693166672797em05(scalars[6]);
         const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         alignas(64) float exp_avg_kept[TILE];
@@ -87,7 +87,7 @@ struct adamw_float32 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3, g * g, exp_avg_sq_scale_mul * (exp_avg_sq_code_3 * exp_avg_sq_code_3));
+                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(exp_avg_sq_value, scalar_5, scalar_6)), p_2);
@@ -166,7 +166,7 @@ struct adamw_float32_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g * g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
             store(p_at + i, p_3);
@@ -195,8 +195,8 @@ struct adamw_bfloat16 {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F beta2_times_1p5378693166672797em05(scalars[5]);
-        const F scalar_3(scalars[6]);
+        const F scalar_2(scalars[5]);
+        const F beta2_times_1p5378693166672797em05(scalars[6]);
         const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         alignas(64) float exp_avg_kept[TILE];
@@ -250,7 +250,7 @@ struct adamw_bfloat16 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3, g_cast * g_cast, exp_avg_sq_scale_mul * (exp_avg_sq_code_3 * exp_avg_sq_code_3));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_5, scalar_6), p_2);
@@ -338,7 +338,7 @@ struct adamw_bfloat16_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
             const I p_word = min(bits(p_3), I(2143289344)) + 32896;
@@ -370,8 +370,8 @@ struct adamw_float16 {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F beta2_times_1p5378693166672797em05(scalars[5]);
-        const F scalar_3(scalars[6]);
+        const F scalar_2(scalars[5]);
+        const F beta2_times_1p5378693166672797em05(scalars[6]);
         const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         alignas(64) float exp_avg_kept[TILE];
@@ -431,7 +431,7 @@ struct adamw_float16 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3, g_cast * g_cast, exp_avg_sq_scale_mul * (exp_avg_sq_code_3 * exp_avg_sq_code_3));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_5, scalar_6), p_2);
@@ -534,7 +534,7 @@ struct adamw_float16_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
             const I g_bitcast = bits(p_3);
@@ -576,8 +576,8 @@ struct adamw_float32_amsgrad {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F beta2_times_1p5378693166672797em05(scalars[5]);
-        const F scalar_3(scalars[6]);
+        const F scalar_2(scalars[5]);
+        const F beta2_times_1p5378693166672797em05(scalars[6]);
         const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         alignas(64) float exp_avg_kept[TILE];
@@ -637,14 +637,14 @@ struct adamw_float32_amsgrad {
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max(max_exp_avg_sq_code_2, F(0.4990234375f));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * (max_exp_avg_sq_code_3 * max_exp_avg_sq_code_3);
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3 * max_exp_avg_sq_code_3;
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3, g * g, exp_avg_sq_scale_mul * (exp_avg_sq_code_3 * exp_avg_sq_code_3));
+                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -740,7 +740,7 @@ struct adamw_float32_amsgrad_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g * g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -774,8 +774,8 @@ struct adamw_bfloat16_amsgrad {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F beta2_times_1p5378693166672797em05(scalars[5]);
-        const F scalar_3(scalars[6]);
+        const F scalar_2(scalars[5]);
+        const F beta2_times_1p5378693166672797em05(scalars[6]);
         const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         alignas(64) float exp_avg_kept[TILE];
@@ -840,14 +840,14 @@ struct adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq_code_3 = max(max_exp_avg_sq_code_2, F(0.4990234375f));
                 const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, nearest
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * (max_exp_avg_sq_code_3 * max_exp_avg_sq_code_3);
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3 * max_exp_avg_sq_code_3;
                 const F g_stored = Grad::load(g_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3, g_cast * g_cast, exp_avg_sq_scale_mul * (exp_avg_sq_code_3 * exp_avg_sq_code_3));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -952,7 +952,7 @@ struct adamw_bfloat16_amsgrad_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -989,8 +989,8 @@ struct adamw_float16_amsgrad {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F beta2_times_1p5378693166672797em05(scalars[5]);
-        const F scalar_3(scalars[6]);
+        const F scalar_2(scalars[5]);
+        const F beta2_times_1p5378693166672797em05(scalars[6]);
         const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         alignas(64) float exp_avg_kept[TILE];
@@ -1061,14 +1061,14 @@ struct adamw_float16_amsgrad {
                 // f16 and 8 more bits, nearest
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * (max_exp_avg_sq_code_3 * max_exp_avg_sq_code_3);
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3 * max_exp_avg_sq_code_3;
                 const F g_stored = Grad::load(g_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3, g_cast * g_cast, exp_avg_sq_scale_mul * (exp_avg_sq_code_3 * exp_avg_sq_code_3));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -1188,7 +1188,7 @@ struct adamw_float16_amsgrad_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -26,7 +26,7 @@ from optgen.runtime.triton_prelude import block_magnitude, block_max, get, inver
 def adamw_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
     live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+    one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
     one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -55,7 +55,7 @@ def adamw_float32_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_3, g * g, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_5, scalar_6)), p)
@@ -81,7 +81,7 @@ def adamw_float32_tile(
 def adamw_float32(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_1p5378693166672797em05: tl.float32, scalar_3: tl.float32,
+    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
     one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -116,7 +116,7 @@ def adamw_float32(
             adamw_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
                 live_block, where, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
@@ -133,9 +133,9 @@ def adamw_float32(
             adamw_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at, beta1, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
-                step_key, stream_key, False,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+                stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -145,9 +145,9 @@ def adamw_float32(
             adamw_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at, beta1,
-                eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
-                step_key, stream_key, True,
+                eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
 
 
@@ -169,7 +169,7 @@ def adamw_float32_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -229,7 +229,7 @@ def adamw_float32_small(
 def adamw_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
     at_block, live, live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+    one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
     one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -263,7 +263,7 @@ def adamw_bfloat16_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_3, g_cast * g_cast, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_5, scalar_6)), p)
@@ -292,7 +292,7 @@ def adamw_bfloat16_tile(
 def adamw_bfloat16(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_1p5378693166672797em05: tl.float32, scalar_3: tl.float32,
+    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
     one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -328,7 +328,7 @@ def adamw_bfloat16(
             adamw_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
                 where, block, live, live_block, where, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
@@ -347,7 +347,7 @@ def adamw_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, False,
             )
         tile = count // TILE
@@ -359,7 +359,7 @@ def adamw_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
             )
 
@@ -387,7 +387,7 @@ def adamw_bfloat16_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -452,7 +452,7 @@ def adamw_bfloat16_small(
 def adamw_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
     at_block, live, live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+    one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
     one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -492,7 +492,7 @@ def adamw_float16_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_3, g_cast * g_cast, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_5, scalar_6)), p)
@@ -530,7 +530,7 @@ def adamw_float16_tile(
 def adamw_float16(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_1p5378693166672797em05: tl.float32, scalar_3: tl.float32,
+    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
     one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -566,7 +566,7 @@ def adamw_float16(
             adamw_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
                 where, block, live, live_block, where, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
@@ -585,7 +585,7 @@ def adamw_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, False,
             )
         tile = count // TILE
@@ -597,7 +597,7 @@ def adamw_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05, scalar_3,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
                 one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
             )
 
@@ -631,7 +631,7 @@ def adamw_float16_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -705,9 +705,9 @@ def adamw_float16_small(
 def adamw_float32_amsgrad_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
     max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05,
-    scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key,
-    MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -736,7 +736,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_code = tl.maximum(max_exp_avg_sq_code, 0.4990234375, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_scale_mul = 1.5378693166672797e-05 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * (max_exp_avg_sq_code * max_exp_avg_sq_code)
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
     p = get(p_ptr, at, live, MASKED)
     g = get(g_ptr, at, live, MASKED).to(tl.float32)
     # -- update  (specs/adamw.py)
@@ -746,7 +746,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_3, g * g, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -781,7 +781,7 @@ def adamw_float32_amsgrad_tile(
 def adamw_float32_amsgrad(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_1p5378693166672797em05: tl.float32, scalar_3: tl.float32,
+    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
     one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -818,8 +818,9 @@ def adamw_float32_amsgrad(
             adamw_float32_amsgrad_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
                 max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, beta1, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05,
-                scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -838,8 +839,9 @@ def adamw_float32_amsgrad(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at, beta1, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05,
-                scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, False,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+                stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -850,8 +852,9 @@ def adamw_float32_amsgrad(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at, beta1, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta2_times_1p5378693166672797em05,
-                scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
 
 
@@ -874,7 +877,7 @@ def adamw_float32_amsgrad_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -939,9 +942,9 @@ def adamw_float32_amsgrad_small(
 def adamw_bfloat16_amsgrad_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
     max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, beta1, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
-    step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -975,7 +978,7 @@ def adamw_bfloat16_amsgrad_tile(
     p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, nearest
     max_exp_avg_sq_scale_mul = 1.5378693166672797e-05 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * (max_exp_avg_sq_code * max_exp_avg_sq_code)
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -985,7 +988,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_3, g_cast * g_cast, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -1023,7 +1026,7 @@ def adamw_bfloat16_amsgrad_tile(
 def adamw_bfloat16_amsgrad(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_1p5378693166672797em05: tl.float32, scalar_3: tl.float32,
+    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
     one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -1061,9 +1064,9 @@ def adamw_bfloat16_amsgrad(
             adamw_bfloat16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
                 max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, beta1, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
-                step_key, stream_key, True,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1083,9 +1086,9 @@ def adamw_bfloat16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at,
-                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
-                step_key, stream_key, False,
+                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+                stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1096,9 +1099,9 @@ def adamw_bfloat16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at,
-                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
-                step_key, stream_key, True,
+                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
 
 
@@ -1127,7 +1130,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1199,9 +1202,9 @@ def adamw_bfloat16_amsgrad_small(
 def adamw_float16_amsgrad_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
     max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, beta1, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
-    step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1241,7 +1244,7 @@ def adamw_float16_amsgrad_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale_mul = 1.5378693166672797e-05 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * (max_exp_avg_sq_code * max_exp_avg_sq_code)
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -1251,7 +1254,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_3, g_cast * g_cast, exp_avg_sq_scale_mul[:, None] * (exp_avg_sq_code * exp_avg_sq_code))
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -1298,7 +1301,7 @@ def adamw_float16_amsgrad_tile(
 def adamw_float16_amsgrad(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta2_times_1p5378693166672797em05: tl.float32, scalar_3: tl.float32,
+    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
     one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -1336,9 +1339,9 @@ def adamw_float16_amsgrad(
             adamw_float16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
                 max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, beta1, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
-                step_key, stream_key, True,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1358,9 +1361,9 @@ def adamw_float16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at,
-                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
-                step_key, stream_key, False,
+                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+                stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1371,9 +1374,9 @@ def adamw_float16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at,
-                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                beta2_times_1p5378693166672797em05, scalar_3, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6,
-                step_key, stream_key, True,
+                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
 
 
@@ -1408,7 +1411,7 @@ def adamw_float16_amsgrad_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -11,7 +11,7 @@
 //     exp_avg     1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
 //                 |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 + 0.00391)
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 // clang-format off
@@ -115,7 +115,7 @@ struct adamw_float32 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2, g * g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(g_sqrt, scalar_4, scalar_5)), p_2);
@@ -245,7 +245,7 @@ struct adamw_float32_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g * g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
             store(p_at + i, p_3);
@@ -357,7 +357,7 @@ struct adamw_bfloat16 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_4, scalar_5), p_2);
@@ -512,7 +512,7 @@ struct adamw_bfloat16_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
             const I word_and = lane(i);
@@ -636,7 +636,7 @@ struct adamw_float16 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_4, scalar_5), p_2);
@@ -808,7 +808,7 @@ struct adamw_float16_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
             const I word_and = lane(i);
@@ -957,7 +957,7 @@ struct adamw_float32_amsgrad {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2, g * g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -1119,7 +1119,7 @@ struct adamw_float32_amsgrad_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g * g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1260,7 +1260,7 @@ struct adamw_bfloat16_amsgrad {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -1447,7 +1447,7 @@ struct adamw_bfloat16_amsgrad_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1600,7 +1600,7 @@ struct adamw_float16_amsgrad {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -1804,7 +1804,7 @@ struct adamw_float16_amsgrad_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -11,7 +11,7 @@
 #     exp_avg     1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
 #                 |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 + 0.00391)
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
@@ -56,7 +56,7 @@ def adamw_float32_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(g_sqrt, scalar_4, scalar_5)), p)
@@ -196,7 +196,7 @@ def adamw_float32_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -291,7 +291,7 @@ def adamw_bfloat16_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(g_sqrt, scalar_4, scalar_5)), p)
@@ -441,7 +441,7 @@ def adamw_bfloat16_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -556,7 +556,7 @@ def adamw_float16_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-exp_avg, reciprocal(tl.fma(g_sqrt, scalar_4, scalar_5)), p)
@@ -723,7 +723,7 @@ def adamw_float16_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(-tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -848,7 +848,7 @@ def adamw_float32_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -1009,7 +1009,7 @@ def adamw_float32_amsgrad_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1119,7 +1119,7 @@ def adamw_bfloat16_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -1293,7 +1293,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1425,7 +1425,7 @@ def adamw_float16_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -1616,7 +1616,7 @@ def adamw_float16_amsgrad_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -61,7 +61,7 @@ struct ademamix_float32 {
             // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
             const F exp_avg_slow_2 = fma(scalar_3, g, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_4, g * g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g, scalar_6 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10)), p_2);
             store(p_at + i, p_3);
@@ -114,7 +114,7 @@ struct ademamix_bfloat16 {
             // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
             const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10)), p_2);
             const I p_x_bits = bits(p_3);
@@ -169,7 +169,7 @@ struct ademamix_float16 {
             // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
             const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10)), p_2);
             store(p_at + i, narrow_half(p_3));

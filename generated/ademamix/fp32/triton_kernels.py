@@ -45,7 +45,7 @@ def ademamix_float32_tile(
     # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
     exp_avg_slow_2 = tl.fma(scalar_3, g, beta3_now * exp_avg_slow)
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_4 * g, g, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
     # -- encode and store
@@ -128,7 +128,7 @@ def ademamix_bfloat16_tile(
     # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
     exp_avg_slow_2 = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
     # -- encode and store
@@ -213,7 +213,7 @@ def ademamix_float16_tile(
     # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
     exp_avg_slow_2 = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
     # -- encode and store

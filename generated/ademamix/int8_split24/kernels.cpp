@@ -13,7 +13,7 @@
 //     exp_avg_slow  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 //                   |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 //     exp_avg_sq    1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                   |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                   |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   14.1875 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 // clang-format off
@@ -154,7 +154,7 @@ struct ademamix_float32 {
                 // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
                 const F exp_avg_slow = fma(scalar_3, g, exp_avg_slow_scale_mul * (exp_avg_slow_code_2 * reciprocal_of_normal(254.0f - exp_avg_slow_bend)));
                 // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_4, g * g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
                 const F p_3 = fma(-fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_8, scalar_9), p_2);
@@ -309,7 +309,7 @@ struct ademamix_float32_small {
             // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
             const F exp_avg_slow_2 = fma(scalar_3, g, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_4, g * g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g, scalar_6 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10)), p_2);
             store(p_at + i, p_3);
@@ -459,7 +459,7 @@ struct ademamix_bfloat16 {
                 // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
                 const F exp_avg_slow = fma(scalar_3, g_cast, exp_avg_slow_scale_mul * (exp_avg_slow_code_2 / (254.0f - exp_avg_slow_bend)));
                 // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
                 const F p_3 = fma(-fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_8, scalar_9), p_2);
@@ -639,7 +639,7 @@ struct ademamix_bfloat16_small {
             // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
             const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10), p_2);
             const I word_and = lane(i);
@@ -801,7 +801,7 @@ struct ademamix_float16 {
                 // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
                 const F exp_avg_slow = fma(scalar_3, g_cast, exp_avg_slow_scale_mul * (exp_avg_slow_code_2 / (254.0f - exp_avg_slow_bend)));
                 // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
                 const F p_3 = fma(-fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_8, scalar_9), p_2);
@@ -998,7 +998,7 @@ struct ademamix_float16_small {
             // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
             const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10), p_2);
             const I word_and = lane(i);

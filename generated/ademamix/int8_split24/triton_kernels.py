@@ -13,7 +13,7 @@
 #     exp_avg_slow  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 #                   |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #     exp_avg_sq    1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                   |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                   |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   14.1875 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
@@ -69,7 +69,7 @@ def ademamix_float32_tile(
     # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
     exp_avg_slow = tl.fma(scalar_3, g, exp_avg_slow_scale_mul[:, None] * (exp_avg_slow_code * reciprocal(254.0 - exp_avg_slow_bend)))
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_4 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(-tl.fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), reciprocal(tl.fma(g_sqrt, scalar_8, scalar_9)), p)
@@ -238,7 +238,7 @@ def ademamix_float32_small_tile(
     # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
     exp_avg_slow_2 = tl.fma(scalar_3, g, beta3_now * exp_avg_slow)
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_4 * g, g, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
     # -- encode and store
@@ -348,7 +348,7 @@ def ademamix_bfloat16_tile(
     # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
     exp_avg_slow = tl.fma(scalar_3, g_cast, exp_avg_slow_scale_mul[:, None] * (exp_avg_slow_code * reciprocal(254.0 - exp_avg_slow_bend)))
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(-tl.fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), reciprocal(tl.fma(g_sqrt, scalar_8, scalar_9)), p)
@@ -528,7 +528,7 @@ def ademamix_bfloat16_small_tile(
     # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
     exp_avg_slow_2 = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
     # -- encode and store
@@ -660,7 +660,7 @@ def ademamix_float16_tile(
     # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
     exp_avg_slow = tl.fma(scalar_3, g_cast, exp_avg_slow_scale_mul[:, None] * (exp_avg_slow_code * reciprocal(254.0 - exp_avg_slow_bend)))
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(-tl.fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), reciprocal(tl.fma(g_sqrt, scalar_8, scalar_9)), p)
@@ -857,7 +857,7 @@ def ademamix_float16_small_tile(
     # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
     exp_avg_slow_2 = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
     # -- encode and store

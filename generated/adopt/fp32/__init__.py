@@ -43,11 +43,11 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_beta1 = 1 - beta1
     lr_times_beta1 = lr * beta1
     lr_times_one_minus_beta1 = lr * one_minus_beta1
+    one_minus_where_lt_one_t_beta2_zero = 1 - (beta2 if 1 < step else 0)
     decay = beta2 if 1 < step else 0  # 32  decay = where(t > 1, beta2, 0.0)
-    one_minus_where_lt_one_t_beta2_zero = 1 - decay
     return (
         beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-        lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero,
+        lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay,
     )
 
 
@@ -75,11 +75,11 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_beta1 = 1 - beta1
     lr_times_beta1 = lr * beta1
     lr_times_one_minus_beta1 = lr * one_minus_beta1
+    scalar_6 = (1 - (beta2 if 1 < step else 0)) * grad_scale * grad_scale
     decay = beta2 if 1 < step else 0  # 32  decay = where(t > 1, beta2, 0.0)
-    scalar_7 = (1 - decay) * grad_scale * grad_scale
     return (
         beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-        lr_times_one_minus_beta1, decay, scalar_7,
+        lr_times_one_minus_beta1, scalar_6, decay,
     )
 
 
@@ -98,7 +98,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -119,7 +119,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -140,7 +140,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -161,7 +161,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'scalar_7'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_6', 'decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -182,7 +182,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'scalar_7'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_6', 'decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -203,7 +203,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'scalar_7'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_6', 'decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,

@@ -41,8 +41,8 @@ struct adopt_float32 {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[10]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
+        const F decay(scalars[10]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -59,7 +59,7 @@ struct adopt_float32 {
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, g_3 * g_3, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_3, g_3, decay * exp_avg_sq);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -89,8 +89,8 @@ struct adopt_bfloat16 {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[10]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
+        const F decay(scalars[10]);
 
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -108,7 +108,7 @@ struct adopt_bfloat16 {
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, g_2 * g_2, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -140,8 +140,8 @@ struct adopt_float16 {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[10]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
+        const F decay(scalars[10]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -159,7 +159,7 @@ struct adopt_float16 {
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, g_2 * g_2, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -189,8 +189,8 @@ struct adopt_float32_decoupled_weight_decay {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F scalar_7(scalars[10]);
+        const F scalar_6(scalars[9]);
+        const F decay(scalars[10]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -206,7 +206,7 @@ struct adopt_float32_decoupled_weight_decay {
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_0, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_7, g * g, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_6 * g, g, decay * exp_avg_sq);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -236,8 +236,8 @@ struct adopt_bfloat16_decoupled_weight_decay {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F scalar_7(scalars[10]);
+        const F scalar_6(scalars[9]);
+        const F decay(scalars[10]);
 
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -255,7 +255,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_0, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_7, g_cast * g_cast, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -287,8 +287,8 @@ struct adopt_float16_decoupled_weight_decay {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F scalar_7(scalars[10]);
+        const F scalar_6(scalars[9]);
+        const F decay(scalars[10]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -306,7 +306,7 @@ struct adopt_float16_decoupled_weight_decay {
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_0, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_7, g_cast * g_cast, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -26,7 +26,7 @@ from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
 def adopt_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps,
     weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-    lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key,
+    lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -44,7 +44,7 @@ def adopt_float32_tile(
     # 31  p = p - lr * exp_avg
     p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -55,9 +55,10 @@ def adopt_float32_tile(
 def adopt_float32(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -82,7 +83,7 @@ def adopt_float32(
         adopt_float32_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, False,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -91,7 +92,7 @@ def adopt_float32(
         adopt_float32_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, True,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
         )
 
 
@@ -99,7 +100,7 @@ def adopt_float32(
 def adopt_bfloat16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps,
     weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-    lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key,
+    lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -118,7 +119,7 @@ def adopt_bfloat16_tile(
     # 31  p = p - lr * exp_avg
     p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -131,9 +132,10 @@ def adopt_bfloat16_tile(
 def adopt_bfloat16(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -158,7 +160,7 @@ def adopt_bfloat16(
         adopt_bfloat16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, False,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -167,7 +169,7 @@ def adopt_bfloat16(
         adopt_bfloat16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, True,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
         )
 
 
@@ -175,7 +177,7 @@ def adopt_bfloat16(
 def adopt_float16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps,
     weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-    lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key,
+    lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -194,7 +196,7 @@ def adopt_float16_tile(
     # 31  p = p - lr * exp_avg
     p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -205,9 +207,10 @@ def adopt_float16_tile(
 def adopt_float16(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -232,7 +235,7 @@ def adopt_float16(
         adopt_float16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, False,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -241,7 +244,7 @@ def adopt_float16(
         adopt_float16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, True,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
         )
 
 
@@ -249,7 +252,7 @@ def adopt_float16(
 def adopt_float32_decoupled_weight_decay_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
     scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-    decay, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    scalar_6, decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -265,7 +268,7 @@ def adopt_float32_decoupled_weight_decay_tile(
     # 31  p = p - lr * exp_avg
     p = tl.fma(scalar_0, p, -tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg))
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_6 * g, g, decay * exp_avg_sq)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -276,8 +279,8 @@ def adopt_float32_decoupled_weight_decay_tile(
 def adopt_float32_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_6: tl.float32,
+    decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -303,7 +306,7 @@ def adopt_float32_decoupled_weight_decay(
         adopt_float32_decoupled_weight_decay_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, False,
+            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -312,7 +315,7 @@ def adopt_float32_decoupled_weight_decay(
         adopt_float32_decoupled_weight_decay_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, True,
+            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, True,
         )
 
 
@@ -320,7 +323,7 @@ def adopt_float32_decoupled_weight_decay(
 def adopt_bfloat16_decoupled_weight_decay_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
     scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-    decay, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    scalar_6, decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -339,7 +342,7 @@ def adopt_bfloat16_decoupled_weight_decay_tile(
     # 31  p = p - lr * exp_avg
     p = tl.fma(scalar_0, p, -tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg))
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g_cast * g_cast, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -352,8 +355,8 @@ def adopt_bfloat16_decoupled_weight_decay_tile(
 def adopt_bfloat16_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_6: tl.float32,
+    decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -379,7 +382,7 @@ def adopt_bfloat16_decoupled_weight_decay(
         adopt_bfloat16_decoupled_weight_decay_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, False,
+            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -388,7 +391,7 @@ def adopt_bfloat16_decoupled_weight_decay(
         adopt_bfloat16_decoupled_weight_decay_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, True,
+            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, True,
         )
 
 
@@ -396,7 +399,7 @@ def adopt_bfloat16_decoupled_weight_decay(
 def adopt_float16_decoupled_weight_decay_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
     scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-    decay, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    scalar_6, decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -415,7 +418,7 @@ def adopt_float16_decoupled_weight_decay_tile(
     # 31  p = p - lr * exp_avg
     p = tl.fma(scalar_0, p, -tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg))
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g_cast * g_cast, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -426,8 +429,8 @@ def adopt_float16_decoupled_weight_decay_tile(
 def adopt_float16_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_6: tl.float32,
+    decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -453,7 +456,7 @@ def adopt_float16_decoupled_weight_decay(
         adopt_float16_decoupled_weight_decay_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, False,
+            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -462,7 +465,7 @@ def adopt_float16_decoupled_weight_decay(
         adopt_float16_decoupled_weight_decay_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, True,
+            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, True,
         )
 
 

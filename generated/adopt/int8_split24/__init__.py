@@ -11,7 +11,7 @@
 #     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 #                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
@@ -42,11 +42,11 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     bound = power(step - 1, 0.25)     # 28  bound = (t - 1) ** 0.25
     one_minus_beta1 = 1 - beta1
     minus_lr = -lr
+    one_minus_where_lt_one_t_beta2_zero = 1 - (beta2 if 1 < step else 0)
     decay = beta2 if 1 < step else 0  # 32  decay = where(t > 1, beta2, 0.0)
-    one_minus_where_lt_one_t_beta2_zero = 1 - decay
     return (
         beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
-        decay, one_minus_where_lt_one_t_beta2_zero,
+        one_minus_where_lt_one_t_beta2_zero, decay,
     )
 
 
@@ -58,11 +58,11 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_beta1 = 1 - beta1
     lr_times_beta1 = lr * beta1
     lr_times_one_minus_beta1 = lr * one_minus_beta1
+    one_minus_where_lt_one_t_beta2_zero = 1 - (beta2 if 1 < step else 0)
     decay = beta2 if 1 < step else 0  # 32  decay = where(t > 1, beta2, 0.0)
-    one_minus_where_lt_one_t_beta2_zero = 1 - decay
     return (
         beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-        lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero,
+        lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay,
     )
 
 
@@ -89,11 +89,11 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
     bound = power(step - 1, 0.25)     # 28  bound = (t - 1) ** 0.25
     one_minus_beta1 = 1 - beta1
     minus_lr = -lr
+    scalar_5 = (1 - (beta2 if 1 < step else 0)) * grad_scale * grad_scale
     decay = beta2 if 1 < step else 0  # 32  decay = where(t > 1, beta2, 0.0)
-    scalar_6 = (1 - decay) * grad_scale * grad_scale
     return (
-        beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay,
-        scalar_6,
+        beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5,
+        decay,
     )
 
 
@@ -106,11 +106,11 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_beta1 = 1 - beta1
     lr_times_beta1 = lr * beta1
     lr_times_one_minus_beta1 = lr * one_minus_beta1
+    scalar_6 = (1 - (beta2 if 1 < step else 0)) * grad_scale * grad_scale
     decay = beta2 if 1 < step else 0  # 32  decay = where(t > 1, beta2, 0.0)
-    scalar_7 = (1 - decay) * grad_scale * grad_scale
     return (
         beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-        lr_times_one_minus_beta1, decay, scalar_7,
+        lr_times_one_minus_beta1, scalar_6, decay,
     )
 
 
@@ -131,7 +131,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -152,7 +152,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -176,7 +176,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -198,7 +198,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -222,7 +222,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -244,7 +244,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -267,7 +267,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'decay', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -288,7 +288,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'scalar_7'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_6', 'decay'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
@@ -312,7 +312,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'decay', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -334,7 +334,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'scalar_7'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_6', 'decay'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
@@ -358,7 +358,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'decay', 'scalar_6'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -380,7 +380,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'decay', 'scalar_7'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_6', 'decay'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,

@@ -11,7 +11,7 @@
 //     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 //                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
 // clang-format off
@@ -42,8 +42,8 @@ struct adopt_float32 {
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
         const F minus_lr(scalars[7]);
-        const F decay(scalars[8]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[8]);
+        const F decay(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -120,7 +120,7 @@ struct adopt_float32 {
                 const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 const F p_2 = fma(minus_lr, exp_avg, p);                   // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, g_3 * g_3, decay * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_3, g_3, decay * exp_avg_sq);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -213,8 +213,8 @@ struct adopt_float32_small {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[10]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
+        const F decay(scalars[10]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -231,7 +231,7 @@ struct adopt_float32_small {
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, g_3 * g_3, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_3, g_3, decay * exp_avg_sq);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -263,8 +263,8 @@ struct adopt_bfloat16 {
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
         const F minus_lr(scalars[7]);
-        const F decay(scalars[8]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[8]);
+        const F decay(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -345,7 +345,7 @@ struct adopt_bfloat16 {
                 const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 const F p_2 = fma(minus_lr, exp_avg, p);                   // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, g_2 * g_2, decay * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -442,8 +442,8 @@ struct adopt_bfloat16_small {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[10]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
+        const F decay(scalars[10]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -480,7 +480,7 @@ struct adopt_bfloat16_small {
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, g_2 * g_2, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -518,8 +518,8 @@ struct adopt_float16 {
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
         const F minus_lr(scalars[7]);
-        const F decay(scalars[8]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[8]);
+        const F decay(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -606,7 +606,7 @@ struct adopt_float16 {
                 const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F p_2 = fma(minus_lr, exp_avg, p);                   // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, g_2 * g_2, decay * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -714,8 +714,8 @@ struct adopt_float16_small {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[10]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
+        const F decay(scalars[10]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -758,7 +758,7 @@ struct adopt_float16_small {
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, g_2 * g_2, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -806,8 +806,8 @@ struct adopt_float32_decoupled_weight_decay {
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
         const F minus_lr(scalars[7]);
-        const F decay(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F scalar_5(scalars[8]);
+        const F decay(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -885,7 +885,7 @@ struct adopt_float32_decoupled_weight_decay {
                 const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 const F p_3 = fma(minus_lr, exp_avg, p_2);                        // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-                const F exp_avg_sq_2 = fma(scalar_6, g * g, decay * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_5 * g, g, decay * exp_avg_sq);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -978,8 +978,8 @@ struct adopt_float32_decoupled_weight_decay_small {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F scalar_7(scalars[10]);
+        const F scalar_6(scalars[9]);
+        const F decay(scalars[10]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -995,7 +995,7 @@ struct adopt_float32_decoupled_weight_decay_small {
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_0, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_7, g * g, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_6 * g, g, decay * exp_avg_sq);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1027,8 +1027,8 @@ struct adopt_bfloat16_decoupled_weight_decay {
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
         const F minus_lr(scalars[7]);
-        const F decay(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F scalar_5(scalars[8]);
+        const F decay(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1111,7 +1111,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
                 const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 const F p_3 = fma(minus_lr, exp_avg, p_2);                 // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-                const F exp_avg_sq_2 = fma(scalar_6, g_cast * g_cast, decay * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1208,8 +1208,8 @@ struct adopt_bfloat16_decoupled_weight_decay_small {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F scalar_7(scalars[10]);
+        const F scalar_6(scalars[9]);
+        const F decay(scalars[10]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1246,7 +1246,7 @@ struct adopt_bfloat16_decoupled_weight_decay_small {
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_0, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_7, g_cast * g_cast, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1284,8 +1284,8 @@ struct adopt_float16_decoupled_weight_decay {
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
         const F minus_lr(scalars[7]);
-        const F decay(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F scalar_5(scalars[8]);
+        const F decay(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1374,7 +1374,7 @@ struct adopt_float16_decoupled_weight_decay {
                 const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F p_3 = fma(minus_lr, exp_avg, p_2);                 // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-                const F exp_avg_sq_2 = fma(scalar_6, g_cast * g_cast, decay * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1482,8 +1482,8 @@ struct adopt_float16_decoupled_weight_decay_small {
         const F one_minus_beta1(scalars[6]);
         const F lr_times_beta1(scalars[7]);
         const F lr_times_one_minus_beta1(scalars[8]);
-        const F decay(scalars[9]);
-        const F scalar_7(scalars[10]);
+        const F scalar_6(scalars[9]);
+        const F decay(scalars[10]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1526,7 +1526,7 @@ struct adopt_float16_decoupled_weight_decay_small {
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_0, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_7, g_cast * g_cast, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);

@@ -11,7 +11,7 @@
 #     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 #                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
 # fmt: off
@@ -26,7 +26,7 @@ from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min,
 def adopt_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
     live_block, index, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-    one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key,
+    one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -60,7 +60,7 @@ def adopt_float32_tile(
     exp_avg = tl.fma(one_minus_beta1, scaled, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     p = tl.fma(minus_lr, exp_avg, p)  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -104,7 +104,7 @@ def adopt_float32_tile(
 def adopt_float32(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    minus_lr: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
+    minus_lr: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -139,7 +139,7 @@ def adopt_float32(
             adopt_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
                 live_block, number, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-                one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, True,
+                one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -157,7 +157,7 @@ def adopt_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 before + start + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-                one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, False,
+                one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -168,7 +168,7 @@ def adopt_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
                 before + start + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-                one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, True,
+                one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
             )
 
 
@@ -176,7 +176,7 @@ def adopt_float32(
 def adopt_float32_small_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps,
     weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-    lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key,
+    lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -194,7 +194,7 @@ def adopt_float32_small_tile(
     # 31  p = p - lr * exp_avg
     p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -205,9 +205,10 @@ def adopt_float32_small_tile(
 def adopt_float32_small(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -232,7 +233,7 @@ def adopt_float32_small(
         adopt_float32_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, False,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -241,7 +242,7 @@ def adopt_float32_small(
         adopt_float32_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, True,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
         )
 
 
@@ -249,7 +250,7 @@ def adopt_float32_small(
 def adopt_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
     at_block, live, live_block, index, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
-    bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key,
+    bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -287,7 +288,7 @@ def adopt_bfloat16_tile(
     exp_avg = tl.fma(one_minus_beta1, scaled, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     p = tl.fma(minus_lr, exp_avg, p)  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -334,7 +335,7 @@ def adopt_bfloat16_tile(
 def adopt_bfloat16(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    minus_lr: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
+    minus_lr: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -370,7 +371,7 @@ def adopt_bfloat16(
             adopt_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 where, block, live, live_block, number, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
-                bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, True,
+                bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -389,7 +390,7 @@ def adopt_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, before + start + at, beta1, eps, weight_decay, grad_scale,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                 step_key, stream_key, False,
             )
         tile = count // TILE
@@ -401,7 +402,7 @@ def adopt_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, before + start + at, beta1, eps, weight_decay, grad_scale,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                 step_key, stream_key, True,
             )
 
@@ -410,7 +411,7 @@ def adopt_bfloat16(
 def adopt_bfloat16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
     eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-    lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key,
+    lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -432,7 +433,7 @@ def adopt_bfloat16_small_tile(
     # 31  p = p - lr * exp_avg
     p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -454,9 +455,10 @@ def adopt_bfloat16_small_tile(
 def adopt_bfloat16_small(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -484,7 +486,7 @@ def adopt_bfloat16_small(
         adopt_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             at, 0, before + start + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero,
+            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay,
             step_key, stream_key, False,
         )
     tile = count // TILE
@@ -494,7 +496,7 @@ def adopt_bfloat16_small(
         adopt_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             live, 0, before + start + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero,
+            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay,
             step_key, stream_key, True,
         )
 
@@ -503,7 +505,7 @@ def adopt_bfloat16_small(
 def adopt_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
     at_block, live, live_block, index, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
-    bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key,
+    bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -547,7 +549,7 @@ def adopt_float16_tile(
     exp_avg = tl.fma(one_minus_beta1, scaled, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     p = tl.fma(minus_lr, exp_avg, p)  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -605,7 +607,7 @@ def adopt_float16_tile(
 def adopt_float16(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    minus_lr: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
+    minus_lr: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -641,7 +643,7 @@ def adopt_float16(
             adopt_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 where, block, live, live_block, number, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
-                bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key, True,
+                bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -660,7 +662,7 @@ def adopt_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, before + start + at, beta1, eps, weight_decay, grad_scale,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                 step_key, stream_key, False,
             )
         tile = count // TILE
@@ -672,7 +674,7 @@ def adopt_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, before + start + at, beta1, eps, weight_decay, grad_scale,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, one_minus_where_lt_one_t_beta2_zero,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                 step_key, stream_key, True,
             )
 
@@ -681,7 +683,7 @@ def adopt_float16(
 def adopt_float16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
     eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-    lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero, step_key, stream_key,
+    lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -709,7 +711,7 @@ def adopt_float16_small_tile(
     # 31  p = p - lr * exp_avg
     p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -742,9 +744,10 @@ def adopt_float16_small_tile(
 def adopt_float16_small(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -772,7 +775,7 @@ def adopt_float16_small(
         adopt_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             at, 0, before + start + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero,
+            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay,
             step_key, stream_key, False,
         )
     tile = count // TILE
@@ -782,7 +785,7 @@ def adopt_float16_small(
         adopt_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             live, 0, before + start + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, decay, one_minus_where_lt_one_t_beta2_zero,
+            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay,
             step_key, stream_key, True,
         )
 
@@ -791,7 +794,7 @@ def adopt_float16_small(
 def adopt_float32_decoupled_weight_decay_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
     live_block, index, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1,
-    minus_lr, decay, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    minus_lr, scalar_5, decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -825,7 +828,7 @@ def adopt_float32_decoupled_weight_decay_tile(
     exp_avg = tl.fma(one_minus_beta1, scaled, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     p = tl.fma(minus_lr, exp_avg, p)                          # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_6, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_5 * g, g, decay * exp_avg_sq)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -869,7 +872,7 @@ def adopt_float32_decoupled_weight_decay_tile(
 def adopt_float32_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    minus_lr: tl.float32, decay: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    minus_lr: tl.float32, scalar_5: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -903,7 +906,7 @@ def adopt_float32_decoupled_weight_decay(
             adopt_float32_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
                 live_block, number, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1,
-                minus_lr, decay, scalar_6, step_key, stream_key, True,
+                minus_lr, scalar_5, decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -921,7 +924,7 @@ def adopt_float32_decoupled_weight_decay(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 before + start + at, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-                one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key, False,
+                one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -932,7 +935,7 @@ def adopt_float32_decoupled_weight_decay(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
                 before + start + at, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-                one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key, True,
+                one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
             )
 
 
@@ -940,7 +943,7 @@ def adopt_float32_decoupled_weight_decay(
 def adopt_float32_decoupled_weight_decay_small_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
     scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-    decay, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    scalar_6, decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -956,7 +959,7 @@ def adopt_float32_decoupled_weight_decay_small_tile(
     # 31  p = p - lr * exp_avg
     p = tl.fma(scalar_0, p, -tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg))
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g * g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_6 * g, g, decay * exp_avg_sq)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -967,8 +970,8 @@ def adopt_float32_decoupled_weight_decay_small_tile(
 def adopt_float32_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_6: tl.float32,
+    decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -994,7 +997,7 @@ def adopt_float32_decoupled_weight_decay_small(
         adopt_float32_decoupled_weight_decay_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, False,
+            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1003,7 +1006,7 @@ def adopt_float32_decoupled_weight_decay_small(
         adopt_float32_decoupled_weight_decay_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, True,
+            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, True,
         )
 
 
@@ -1011,7 +1014,7 @@ def adopt_float32_decoupled_weight_decay_small(
 def adopt_bfloat16_decoupled_weight_decay_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
     at_block, live, live_block, index, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-    one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1050,7 +1053,7 @@ def adopt_bfloat16_decoupled_weight_decay_tile(
     exp_avg = tl.fma(one_minus_beta1, scaled, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     p = tl.fma(minus_lr, exp_avg, p)                                    # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_6, g_cast * g_cast, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1097,7 +1100,7 @@ def adopt_bfloat16_decoupled_weight_decay_tile(
 def adopt_bfloat16_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    minus_lr: tl.float32, decay: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    minus_lr: tl.float32, scalar_5: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1132,7 +1135,7 @@ def adopt_bfloat16_decoupled_weight_decay(
             adopt_bfloat16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 where, block, live, live_block, number, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
-                bound, one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key, True,
+                bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1151,7 +1154,7 @@ def adopt_bfloat16_decoupled_weight_decay(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, before + start + at, beta1, eps, grad_scale, scalar_0,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                 False,
             )
         tile = count // TILE
@@ -1163,7 +1166,7 @@ def adopt_bfloat16_decoupled_weight_decay(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, before + start + at, beta1, eps, grad_scale, scalar_0,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                 True,
             )
 
@@ -1172,7 +1175,7 @@ def adopt_bfloat16_decoupled_weight_decay(
 def adopt_bfloat16_decoupled_weight_decay_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
     eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-    lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1194,7 +1197,7 @@ def adopt_bfloat16_decoupled_weight_decay_small_tile(
     # 31  p = p - lr * exp_avg
     p = tl.fma(scalar_0, p, -tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg))
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g_cast * g_cast, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1216,8 +1219,8 @@ def adopt_bfloat16_decoupled_weight_decay_small_tile(
 def adopt_bfloat16_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_6: tl.float32,
+    decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1246,7 +1249,7 @@ def adopt_bfloat16_decoupled_weight_decay_small(
         adopt_bfloat16_decoupled_weight_decay_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             at, 0, before + start + at, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, False,
+            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1255,7 +1258,7 @@ def adopt_bfloat16_decoupled_weight_decay_small(
         adopt_bfloat16_decoupled_weight_decay_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             live, 0, before + start + at, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, True,
+            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, True,
         )
 
 
@@ -1263,7 +1266,7 @@ def adopt_bfloat16_decoupled_weight_decay_small(
 def adopt_float16_decoupled_weight_decay_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
     at_block, live, live_block, index, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-    one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1308,7 +1311,7 @@ def adopt_float16_decoupled_weight_decay_tile(
     exp_avg = tl.fma(one_minus_beta1, scaled, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     p = tl.fma(minus_lr, exp_avg, p)                                    # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_6, g_cast * g_cast, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1366,7 +1369,7 @@ def adopt_float16_decoupled_weight_decay_tile(
 def adopt_float16_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    minus_lr: tl.float32, decay: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    minus_lr: tl.float32, scalar_5: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1401,7 +1404,7 @@ def adopt_float16_decoupled_weight_decay(
             adopt_float16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 where, block, live, live_block, number, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
-                bound, one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key, True,
+                bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1420,7 +1423,7 @@ def adopt_float16_decoupled_weight_decay(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, before + start + at, beta1, eps, grad_scale, scalar_0,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                 False,
             )
         tile = count // TILE
@@ -1432,7 +1435,7 @@ def adopt_float16_decoupled_weight_decay(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, before + start + at, beta1, eps, grad_scale, scalar_0,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, decay, scalar_6, step_key, stream_key,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                 True,
             )
 
@@ -1441,7 +1444,7 @@ def adopt_float16_decoupled_weight_decay(
 def adopt_float16_decoupled_weight_decay_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
     eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-    lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1469,7 +1472,7 @@ def adopt_float16_decoupled_weight_decay_small_tile(
     # 31  p = p - lr * exp_avg
     p = tl.fma(scalar_0, p, -tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg))
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_7, g_cast * g_cast, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1502,8 +1505,8 @@ def adopt_float16_decoupled_weight_decay_small_tile(
 def adopt_float16_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, decay: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_6: tl.float32,
+    decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1532,7 +1535,7 @@ def adopt_float16_decoupled_weight_decay_small(
         adopt_float16_decoupled_weight_decay_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             at, 0, before + start + at, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, False,
+            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1541,7 +1544,7 @@ def adopt_float16_decoupled_weight_decay_small(
         adopt_float16_decoupled_weight_decay_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             live, 0, before + start + at, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, decay, scalar_7, step_key, stream_key, True,
+            one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, True,
         )
 
 

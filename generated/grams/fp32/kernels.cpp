@@ -53,7 +53,7 @@ struct grams_float32 {
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g * g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg_2) * reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p_2);
             store(p_at + i, p_3);
@@ -99,7 +99,7 @@ struct grams_bfloat16 {
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg_2) * reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p_2);
             const I p_x_bits = bits(p_3);
@@ -147,7 +147,7 @@ struct grams_float16 {
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg_2) * reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p_2);
             store(p_at + i, narrow_half(p_3));

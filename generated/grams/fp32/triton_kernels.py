@@ -41,7 +41,7 @@ def grams_float32_tile(
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * tl.abs(exp_avg) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
@@ -118,7 +118,7 @@ def grams_bfloat16_tile(
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * tl.abs(exp_avg) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
@@ -197,7 +197,7 @@ def grams_float16_tile(
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * tl.abs(exp_avg) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store

@@ -48,7 +48,7 @@ struct laprop_float32 {
             const F exp_avg = load(exp_avg_at + i);
             const F p = load(p_at + i);
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0, g * g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             const F g_mul = g * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
             // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);
@@ -93,7 +93,7 @@ struct laprop_bfloat16 {
             const F exp_avg = load(exp_avg_at + i);
             const F g_cast = g_stored;
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F g_mul = g_cast * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
             const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
@@ -139,7 +139,7 @@ struct laprop_float16 {
             const F exp_avg = load(exp_avg_at + i);
             const F g_cast = g_stored;
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F g_mul = g_cast * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
             const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             // 23  p = p - lr / (1 - beta1**t) * exp_avg

@@ -37,7 +37,7 @@ def laprop_float32_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/laprop.py)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
     exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)      # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 23  p = p - lr / (1 - beta1**t) * exp_avg
@@ -113,7 +113,7 @@ def laprop_bfloat16_tile(
     # -- update  (specs/laprop.py)
     g_cast = g_stored.to(tl.float32)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)
@@ -192,7 +192,7 @@ def laprop_float16_tile(
     # -- update  (specs/laprop.py)
     g_cast = g_stored.to(tl.float32)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)

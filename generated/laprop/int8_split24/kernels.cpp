@@ -11,7 +11,7 @@
 //     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 //                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal
 // clang-format off
@@ -110,7 +110,7 @@ struct laprop_float32 {
                 const F g = Grad::load(g_at + i);
                 const F p = load(p_at + i);
                 // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_0, g * g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
                 const F exp_avg = fma(scalar_3, g * reciprocal(g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
@@ -215,7 +215,7 @@ struct laprop_float32_small {
             const F exp_avg = load(exp_avg_at + i);
             const F p = load(p_at + i);
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0, g * g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             const F g_mul = g * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
             // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);
@@ -326,7 +326,7 @@ struct laprop_bfloat16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
                 const F exp_avg = fma(scalar_3, g_cast / (g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -456,7 +456,7 @@ struct laprop_bfloat16_small {
             const F exp_avg = load(exp_avg_at + i);
             const F g_cast = g_stored;
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F g_mul = g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
             const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
@@ -578,7 +578,7 @@ struct laprop_float16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
                 const F exp_avg = fma(scalar_3, g_cast / (g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -725,7 +725,7 @@ struct laprop_float16_small {
             const F exp_avg = load(exp_avg_at + i);
             const F g_cast = g_stored;
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F g_mul = g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
             const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             // 23  p = p - lr / (1 - beta1**t) * exp_avg

@@ -11,7 +11,7 @@
 #     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 #                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal
 # fmt: off
@@ -52,7 +52,7 @@ def laprop_float32_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/laprop.py)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
@@ -189,7 +189,7 @@ def laprop_float32_small_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/laprop.py)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
     exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)      # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 23  p = p - lr / (1 - beta1**t) * exp_avg
@@ -284,7 +284,7 @@ def laprop_bfloat16_tile(
     # -- update  (specs/laprop.py)
     g_cast = g_stored.to(tl.float32)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
@@ -431,7 +431,7 @@ def laprop_bfloat16_small_tile(
     # -- update  (specs/laprop.py)
     g_cast = g_stored.to(tl.float32)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)
@@ -549,7 +549,7 @@ def laprop_float16_tile(
     # -- update  (specs/laprop.py)
     g_cast = g_stored.to(tl.float32)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
@@ -713,7 +713,7 @@ def laprop_float16_small_tile(
     # -- update  (specs/laprop.py)
     g_cast = g_stored.to(tl.float32)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)

@@ -27,26 +27,11 @@ def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, eps):
     return (weight_decay, eps, grad_scale, weight)
 
 
-def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, eps):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_over_0p1111111111111111 = 1 / 0.1111111111111111
-    weight = (lr + eps) * root(step)  # 26  weight = (lr + eps) * sqrt(t)
-    return (weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight)
-
-
 def host_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
     """The kernel's scalars at this step, and the new host states; fp64."""
     weight = (lr + eps) * root(step)  # 26  weight = (lr + eps) * sqrt(t)
     one_minus_momentum = 1 - momentum
     return (weight_decay, eps, grad_scale, weight, one_minus_momentum)
-
-
-def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    weight = (lr + eps) * root(step)  # 26  weight = (lr + eps) * sqrt(t)
-    one_over_0p1111111111111111 = 1 / 0.1111111111111111
-    one_minus_momentum = 1 - momentum
-    return (weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum)
 
 
 VARIANTS = (
@@ -64,8 +49,8 @@ VARIANTS = (
         ),
         scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
         host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'one_over_0p1111111111111111', 'weight'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -85,8 +70,8 @@ VARIANTS = (
         ),
         scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
         host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'one_over_0p1111111111111111', 'weight'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -106,8 +91,8 @@ VARIANTS = (
         ),
         scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
         host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'one_over_0p1111111111111111', 'weight'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -128,8 +113,8 @@ VARIANTS = (
         ),
         scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_over_0p1111111111111111', 'one_minus_momentum'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
+        kernel_host=host_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -150,8 +135,8 @@ VARIANTS = (
         ),
         scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_over_0p1111111111111111', 'one_minus_momentum'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
+        kernel_host=host_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -172,8 +157,8 @@ VARIANTS = (
         ),
         scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_over_0p1111111111111111', 'one_minus_momentum'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
+        kernel_host=host_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),

@@ -35,8 +35,7 @@ struct madgrad_float32 {
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F one_over_0p1111111111111111(scalars[3]);
-        const F weight(scalars[4]);
+        const F weight(scalars[3]);
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
@@ -45,25 +44,20 @@ struct madgrad_float32 {
             const F p = load(p_at + i);
             const F s = load(s_at + i);
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq;
+            const F g_3 = fma(weight_decay, p, g_2);               // 24  g = l2(g, p, weight_decay)
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-            const F grad_sum_sq_fma = fma(grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast);
-            const F grad_sum_sq_mul_2 = 0.3333333432674408f * grad_sum_sq_fma;
-            const F grad_sum_sq_fma_2 = fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2);
-            const F grad_sum_sq_mul_2_2 = 0.3333333432674408f * grad_sum_sq_fma_2;
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_mul_2_2 + grad_sum_sq_mul_2_2), grad_sum_sq) + eps), p);
-            const F grad_sum_sq_2 = fma(weight, g_3 * g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_3, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+            const F start = fma(s, reciprocal(where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
+            const F p_mul = weight * g_3;
+            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, reciprocal(p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), start);
+            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             store(p_at + i, z);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
@@ -87,36 +81,30 @@ struct madgrad_bfloat16 {
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F one_over_0p1111111111111111(scalars[3]);
-        const F weight(scalars[4]);
+        const F weight(scalars[3]);
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                         // bf16, nearest
+            const F p = widen_bfloat16(p_stored);                  // bf16, nearest
             const F s = load(s_at + i);
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq;
+            const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-            const F grad_sum_sq_fma = fma(grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast);
-            const F grad_sum_sq_mul_2 = 0.3333333432674408f * grad_sum_sq_fma;
-            const F grad_sum_sq_fma_2 = fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2);
-            const F grad_sum_sq_mul_2_2 = 0.3333333432674408f * grad_sum_sq_fma_2;
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_mul_2_2 + grad_sum_sq_mul_2_2), grad_sum_sq) + eps), p);
-            const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_2, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
+            const F p_mul = weight * g_2;
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, reciprocal(p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), start);
+            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             const I p_x_bits = bits(z);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -142,36 +130,30 @@ struct madgrad_float16 {
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F one_over_0p1111111111111111(scalars[3]);
-        const F weight(scalars[4]);
+        const F weight(scalars[3]);
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                             // f16, nearest
+            const F p = widen_half(p_stored);                      // f16, nearest
             const F s = load(s_at + i);
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq;
+            const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-            const F grad_sum_sq_fma = fma(grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast);
-            const F grad_sum_sq_mul_2 = 0.3333333432674408f * grad_sum_sq_fma;
-            const F grad_sum_sq_fma_2 = fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2);
-            const F grad_sum_sq_mul_2_2 = 0.3333333432674408f * grad_sum_sq_fma_2;
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_mul_2_2 + grad_sum_sq_mul_2_2), grad_sum_sq) + eps), p);
-            const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_2, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
+            const F p_mul = weight * g_2;
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, reciprocal(p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), start);
+            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             store(p_at + i, narrow_half(z));
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
@@ -197,8 +179,7 @@ struct madgrad_float32_has_momentum {
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
         const F weight(scalars[3]);
-        const F one_over_0p1111111111111111(scalars[4]);
-        const F one_minus_momentum(scalars[5]);
+        const F one_minus_momentum(scalars[4]);
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
@@ -208,19 +189,16 @@ struct madgrad_float32_has_momentum {
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F s = load(s_at + i);
             const F x0 = load(x0_at + i);
-            const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_2 = fma(weight, g_3 * g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_3, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+            const F g_3 = fma(weight_decay, p, g_2);               // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_3;
+            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, 1.0f / (p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, reciprocal(p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), x0);
-            // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
-            const F p_2 = fma(one_minus_momentum, z - p, p);
+            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+            const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
             store(p_at + i, p_2);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
@@ -247,31 +225,27 @@ struct madgrad_bfloat16_has_momentum {
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
         const F weight(scalars[3]);
-        const F one_over_0p1111111111111111(scalars[4]);
-        const F one_minus_momentum(scalars[5]);
+        const F one_minus_momentum(scalars[4]);
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                         // bf16, nearest
+            const F p = widen_bfloat16(p_stored);                  // bf16, nearest
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F s = load(s_at + i);
             const F x0 = load(x0_at + i);
-            const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_2, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+            const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_2;
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, 1.0f / (p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, 1.0f / (p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), x0);
-            // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
-            const F p_2 = fma(one_minus_momentum, z - p, p);
+            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+            const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -300,31 +274,27 @@ struct madgrad_float16_has_momentum {
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
         const F weight(scalars[3]);
-        const F one_over_0p1111111111111111(scalars[4]);
-        const F one_minus_momentum(scalars[5]);
+        const F one_minus_momentum(scalars[4]);
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                             // f16, nearest
+            const F p = widen_half(p_stored);                      // f16, nearest
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F s = load(s_at + i);
             const F x0 = load(x0_at + i);
-            const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_2, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+            const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_2;
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, 1.0f / (p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, reciprocal(p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), x0);
-            // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
-            const F p_2 = fma(one_minus_momentum, z - p, p);
+            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+            const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
             store(p_at + i, narrow_half(p_2));
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);

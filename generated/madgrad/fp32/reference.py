@@ -36,18 +36,18 @@ def madgrad_float32(
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g_mul = weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
     b.store(p_tensor, z)
     b.store(grad_sum_sq_tensor, grad_sum_sq)
@@ -71,18 +71,18 @@ def madgrad_bfloat16(
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g_mul = weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
     p_x_bits = z.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -108,18 +108,18 @@ def madgrad_float16(
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g_mul = weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
     b.store(p_tensor, z.to(torch.float16))
     b.store(grad_sum_sq_tensor, grad_sum_sq)
@@ -148,10 +148,10 @@ def madgrad_float32_has_momentum(
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     b.store(p_tensor, p)
@@ -183,10 +183,10 @@ def madgrad_bfloat16_has_momentum(
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     p_x_bits = p.view(torch.int32)
@@ -220,10 +220,10 @@ def madgrad_float16_has_momentum(
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     b.store(p_tensor, p.to(torch.float16))

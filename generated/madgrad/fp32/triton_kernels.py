@@ -25,7 +25,7 @@ from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
 @triton.jit
 def madgrad_float32_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -35,25 +35,20 @@ def madgrad_float32_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
-    grad_sum_sq_fma = tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     put(p_ptr, at, z, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -62,9 +57,9 @@ def madgrad_float32_tile(
 
 @triton.jit
 def madgrad_float32(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -88,7 +83,7 @@ def madgrad_float32(
         start = tile * TILE
         madgrad_float32_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, False,
+            eps, grad_scale, weight, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -96,14 +91,14 @@ def madgrad_float32(
         live = at < count - start
         madgrad_float32_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, live, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
+            eps, grad_scale, weight, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_bfloat16_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -114,25 +109,20 @@ def madgrad_bfloat16_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
-    grad_sum_sq_fma = tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     p_x_bits = z.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -143,9 +133,9 @@ def madgrad_bfloat16_tile(
 
 @triton.jit
 def madgrad_bfloat16(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -169,7 +159,7 @@ def madgrad_bfloat16(
         start = tile * TILE
         madgrad_bfloat16_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, False,
+            eps, grad_scale, weight, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -177,14 +167,14 @@ def madgrad_bfloat16(
         live = at < count - start
         madgrad_bfloat16_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, live, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
+            eps, grad_scale, weight, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_float16_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -195,25 +185,20 @@ def madgrad_float16_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
-    grad_sum_sq_fma = tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     put(p_ptr, at, z.to(tl.float16), live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -222,9 +207,9 @@ def madgrad_float16_tile(
 
 @triton.jit
 def madgrad_float16(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -248,7 +233,7 @@ def madgrad_float16(
         start = tile * TILE
         madgrad_float16_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, False,
+            eps, grad_scale, weight, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -256,15 +241,14 @@ def madgrad_float16(
         live = at < count - start
         madgrad_float16_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, live, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
+            eps, grad_scale, weight, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_float32_has_momentum_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key,
-    MASKED: tl.constexpr,
+    grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -275,18 +259,16 @@ def madgrad_float32_has_momentum_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -297,9 +279,8 @@ def madgrad_float32_has_momentum_tile(
 @triton.jit
 def madgrad_float32_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -325,8 +306,7 @@ def madgrad_float32_has_momentum(
         start = tile * TILE
         madgrad_float32_has_momentum_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, at, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, False,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -334,16 +314,14 @@ def madgrad_float32_has_momentum(
         live = at < count - start
         madgrad_float32_has_momentum_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, live, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, True,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_bfloat16_has_momentum_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key,
-    MASKED: tl.constexpr,
+    grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -355,18 +333,16 @@ def madgrad_bfloat16_has_momentum_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -379,9 +355,8 @@ def madgrad_bfloat16_has_momentum_tile(
 @triton.jit
 def madgrad_bfloat16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -407,8 +382,7 @@ def madgrad_bfloat16_has_momentum(
         start = tile * TILE
         madgrad_bfloat16_has_momentum_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, at, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, False,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -416,16 +390,14 @@ def madgrad_bfloat16_has_momentum(
         live = at < count - start
         madgrad_bfloat16_has_momentum_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, live, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, True,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_float16_has_momentum_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key,
-    MASKED: tl.constexpr,
+    grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -437,18 +409,16 @@ def madgrad_float16_has_momentum_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -459,9 +429,8 @@ def madgrad_float16_has_momentum_tile(
 @triton.jit
 def madgrad_float16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -487,8 +456,7 @@ def madgrad_float16_has_momentum(
         start = tile * TILE
         madgrad_float16_has_momentum_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, at, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, False,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -496,8 +464,7 @@ def madgrad_float16_has_momentum(
         live = at < count - start
         madgrad_float16_has_momentum_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, live, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, True,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, True,
         )
 
 

@@ -9,7 +9,7 @@
 //     p            3 B  bf16 and 8 more bits, stochastic
 //                  |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 //     grad_sum_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                  |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                  |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //     s            1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 //                  |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
@@ -37,8 +37,7 @@ struct madgrad_float32 {
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F one_over_0p1111111111111111(scalars[3]);
-        const F weight(scalars[4]);
+        const F weight(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -51,7 +50,7 @@ struct madgrad_float32 {
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float p_mul_3_kept[TILE / BLOCK];
+        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
@@ -109,32 +108,27 @@ struct madgrad_float32 {
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
-                const F grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq;
                 const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-                const F grad_sum_sq_range_fma = fma(grad_sum_sq, 1.0f / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast);
-                const F grad_sum_sq_range_mul_2 = 0.3333333432674408f * grad_sum_sq_range_fma;
-                const F grad_sum_sq_range_fma_2 = fma(grad_sum_sq_range_mul, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2);
-                const F grad_sum_sq_range_mul_2_2 = 0.3333333432674408f * grad_sum_sq_range_fma_2;
+                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal_of_normal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
+                const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
                 // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(grad_sum_sq_range_mul, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_mul_2_2 + grad_sum_sq_range_mul_2_2), grad_sum_sq) + eps), p);
-                const F grad_sum_sq_2 = fma(weight, g_3 * g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F s = fma(weight, g_3, s_value);                        // 28  s = s + weight * g
-                const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
+                const F p_mul = weight * g_3;
+                const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
                 const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-                const F p_mul_2 = 0.3333333432674408f * p_fma;
-                const F p_fma_2 = fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2);
-                const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, reciprocal(p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), start);
+                const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F p_abs = abs(s);
+                const F s_scale_abs = abs(s);
                 take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
                 take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(p_abs), i, end);
+                take_larger(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -165,12 +159,12 @@ struct madgrad_float32 {
             const I s_up = max(s_top, I(75497472)) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
             const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
-            const F p_mul_3 = as_float(s_divisor) * 0.003937007859349251f;
+            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
             store(p_sub_kept + b, p_sub);
             store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(p_mul_3_kept + b, p_mul_3);
+            store(s_scale_mul_kept + b, s_scale_mul);
             store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
@@ -181,7 +175,7 @@ struct madgrad_float32 {
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F p_mul_3(p_mul_3_kept[b]);
+            const F s_scale_mul(s_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
@@ -189,7 +183,7 @@ struct madgrad_float32 {
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
                 const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), p_mul_3), 3200.0f));
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
                 store(grad_sum_sq_at + i, grad_sum_sq_code_2);
                 store(s_at + i, s_pattern + (noise & 4095) >> 12);
             }
@@ -213,8 +207,7 @@ struct madgrad_float32_small {
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F one_over_0p1111111111111111(scalars[3]);
-        const F weight(scalars[4]);
+        const F weight(scalars[3]);
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
@@ -223,25 +216,20 @@ struct madgrad_float32_small {
             const F p = load(p_at + i);
             const F s = load(s_at + i);
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq;
+            const F g_3 = fma(weight_decay, p, g_2);               // 24  g = l2(g, p, weight_decay)
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-            const F grad_sum_sq_fma = fma(grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast);
-            const F grad_sum_sq_mul_2 = 0.3333333432674408f * grad_sum_sq_fma;
-            const F grad_sum_sq_fma_2 = fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2);
-            const F grad_sum_sq_mul_2_2 = 0.3333333432674408f * grad_sum_sq_fma_2;
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_mul_2_2 + grad_sum_sq_mul_2_2), grad_sum_sq) + eps), p);
-            const F grad_sum_sq_2 = fma(weight, g_3 * g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_3, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+            const F start = fma(s, reciprocal(where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
+            const F p_mul = weight * g_3;
+            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, reciprocal(p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), start);
+            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             store(p_at + i, z);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
@@ -268,8 +256,7 @@ struct madgrad_bfloat16 {
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F one_over_0p1111111111111111(scalars[3]);
-        const F weight(scalars[4]);
+        const F weight(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -282,7 +269,7 @@ struct madgrad_bfloat16 {
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float p_mul_3_kept[TILE / BLOCK];
+        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
@@ -344,34 +331,29 @@ struct madgrad_bfloat16 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-                const F grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq;
                 const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-                const F grad_sum_sq_range_fma = fma(grad_sum_sq, 1.0f / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast);
-                const F grad_sum_sq_range_mul_2 = 0.3333333432674408f * grad_sum_sq_range_fma;
-                const F grad_sum_sq_range_fma_2 = fma(grad_sum_sq_range_mul, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2);
-                const F grad_sum_sq_range_mul_2_2 = 0.3333333432674408f * grad_sum_sq_range_fma_2;
+                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal_of_normal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
+                const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
                 // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(grad_sum_sq_range_mul, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_mul_2_2 + grad_sum_sq_range_mul_2_2), grad_sum_sq) + eps), p);
-                const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F s = fma(weight, g_2, s_value);                        // 28  s = s + weight * g
-                const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
+                const F p_mul = weight * g_2;
+                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
                 const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-                const F p_mul_2 = 0.3333333432674408f * p_fma;
-                const F p_fma_2 = fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2);
-                const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, reciprocal(p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), start);
+                const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F p_abs = abs(s);
+                const F s_scale_abs = abs(s);
                 const I p_word = min(bits(z), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
                 take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
                 take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(p_abs), i, end);
+                take_larger(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -403,12 +385,12 @@ struct madgrad_bfloat16 {
             const I s_up = max(s_top, I(75497472)) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
             const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
-            const F p_mul_3 = as_float(s_divisor) * 0.003937007859349251f;
+            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
             store(p_sub_kept + b, p_sub);
             store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(p_mul_3_kept + b, p_mul_3);
+            store(s_scale_mul_kept + b, s_scale_mul);
             store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
@@ -419,7 +401,7 @@ struct madgrad_bfloat16 {
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F p_mul_3(p_mul_3_kept[b]);
+            const F s_scale_mul(s_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
@@ -427,7 +409,7 @@ struct madgrad_bfloat16 {
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
                 const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), p_mul_3), 3200.0f));
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
                 store(grad_sum_sq_at + i, grad_sum_sq_code_2);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
@@ -452,8 +434,7 @@ struct madgrad_bfloat16_small {
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F one_over_0p1111111111111111(scalars[3]);
-        const F weight(scalars[4]);
+        const F weight(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -479,28 +460,23 @@ struct madgrad_bfloat16_small {
             const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
+            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F s = load(s_at + i);
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq;
+            const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-            const F grad_sum_sq_fma = fma(grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast);
-            const F grad_sum_sq_mul_2 = 0.3333333432674408f * grad_sum_sq_fma;
-            const F grad_sum_sq_fma_2 = fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2);
-            const F grad_sum_sq_mul_2_2 = 0.3333333432674408f * grad_sum_sq_fma_2;
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_mul_2_2 + grad_sum_sq_mul_2_2), grad_sum_sq) + eps), p);
-            const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_2, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
+            const F p_mul = weight * g_2;
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, reciprocal(p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), start);
+            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -533,8 +509,7 @@ struct madgrad_float16 {
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F one_over_0p1111111111111111(scalars[3]);
-        const F weight(scalars[4]);
+        const F weight(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -547,795 +522,7 @@ struct madgrad_float16 {
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float p_mul_3_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key) * 2146121005;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_xor_kept + i, word_xor);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = grad_sum_sq_range;
-            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
-            const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
-            store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
-            store(scale_kept + b, scale);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
-            const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
-            const F scale(scale_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I word_xor = spread(word_xor_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
-                const I s_code = load(s_at + i);
-                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F s_value = scale * (s_code_2 * reciprocal_of_normal(254.0f - s_bend));
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-                const F grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq;
-                const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-                const F grad_sum_sq_range_fma = fma(grad_sum_sq, 1.0f / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast);
-                const F grad_sum_sq_range_mul_2 = 0.3333333432674408f * grad_sum_sq_range_fma;
-                const F grad_sum_sq_range_fma_2 = fma(grad_sum_sq_range_mul, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2);
-                const F grad_sum_sq_range_mul_2_2 = 0.3333333432674408f * grad_sum_sq_range_fma_2;
-                // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(grad_sum_sq_range_mul, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_mul_2_2 + grad_sum_sq_range_mul_2_2), grad_sum_sq) + eps), p);
-                const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F s = fma(weight, g_2, s_value);                        // 28  s = s + weight * g
-                const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-                const F p_mul_2 = 0.3333333432674408f * p_fma;
-                const F p_fma_2 = fma(p_mul, 1.0f / (p_fma * p_fma), p_mul_2 + p_mul_2);
-                const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
-                // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, 1.0f / (p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), start);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F p_abs = abs(s);
-                const I p_bitcast_2 = bits(z);
-                const I p_magnitude = p_bitcast_2 & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
-                const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2_2;
-                const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_wide_2 = where(p_bitcast_2_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(z == z, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast_2 >> 16 & 32768;
-                const I p_kept = p_word;
-                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(p_abs), i, end);
-                store(noise_kept + i, noise);
-                store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
-                store(s_kept + i, s);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
-            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
-            const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
-            const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I grad_sum_sq_half = grad_sum_sq_units * 10240;
-            const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
-            const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(s_top, I(75497472)) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
-            const F p_mul_3 = as_float(s_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
-            store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(p_sub_kept + b, p_sub);
-            store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(p_mul_3_kept + b, p_mul_3);
-            store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const I p_add(p_add_kept[b]);
-            const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
-            const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F p_mul_3(p_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I noise = load(noise_kept + i);
-                const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
-                const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), p_mul_3), 3200.0f));
-                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
-                store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    // bytes per entry, one for a block, written
-    static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict grad_sum_sq_at = (float *)at[3];     // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];               // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F one_over_0p1111111111111111(scalars[3]);
-        const F weight(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_xor_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key) * 2146121005;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_xor_kept + i, word_xor);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_xor = spread(word_xor_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I p_offset = p_low + -128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F s = load(s_at + i);
-            const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq;
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-            const F grad_sum_sq_fma = fma(grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast);
-            const F grad_sum_sq_mul_2 = 0.3333333432674408f * grad_sum_sq_fma;
-            const F grad_sum_sq_fma_2 = fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2);
-            const F grad_sum_sq_mul_2_2 = 0.3333333432674408f * grad_sum_sq_fma_2;
-            // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(grad_sum_sq_mul, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_mul_2_2 + grad_sum_sq_mul_2_2), grad_sum_sq) + eps), p);
-            const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_2, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, 1.0f / (p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
-            // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, 1.0f / (p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), start);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, step)
-            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast_2 = bits(z);
-            const I p_magnitude = p_bitcast_2 & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
-            const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2_2;
-            const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_wide_2 = where(p_bitcast_2_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(z == z, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast_2 >> 16 & 32768;
-            const I p_kept = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
-            store(grad_sum_sq_at + i, grad_sum_sq_2);
-            store(s_at + i, s_2);
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    // bytes per entry, one for a block, written
-    static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {4, false, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[4];                  // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[5];            // int16 [blocks of 64]  read and written
-        float *__restrict x0_at = (float *)at[6];                     // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        const F one_over_0p1111111111111111(scalars[4]);
-        const F one_minus_momentum(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) float scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float p_mul_3_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key) * 2146121005;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_xor_kept + i, word_xor);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = grad_sum_sq_range;
-            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
-            const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
-            store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
-            store(scale_kept + b, scale);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
-            const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
-            const F scale(scale_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I word_xor = spread(word_xor_kept, i);
-                const I word = spread(word_kept, i);
-                const F g = Grad::load(g_at + i);
-                const F g_2 = grad_scale * g;
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
-                const I s_code = load(s_at + i);
-                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F s_value = scale * (s_code_2 * reciprocal_of_normal(254.0f - s_bend));
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const F p = load(p_at + i);
-                const F x0 = load(x0_at + i);
-                const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
-                const F grad_sum_sq_2 = fma(weight, g_3 * g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F s = fma(weight, g_3, s_value);                        // 28  s = s + weight * g
-                const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-                const F p_mul_2 = 0.3333333432674408f * p_fma;
-                const F p_fma_2 = fma(p_mul, 1.0f / (p_fma * p_fma), p_mul_2 + p_mul_2);
-                const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
-                // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, reciprocal(p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), x0);
-                // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
-                const F p_2 = fma(one_minus_momentum, z - p, p);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F p_abs = abs(s);
-                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(p_abs), i, end);
-                store(noise_kept + i, noise);
-                store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
-                store(s_kept + i, s);
-                store(p_at + i, p_2);
-                store(x0_at + i, x0);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
-            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
-            const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
-            const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I grad_sum_sq_half = grad_sum_sq_units * 10240;
-            const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
-            const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(s_top, I(75497472)) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
-            const F p_mul_3 = as_float(s_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
-            store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(p_sub_kept + b, p_sub);
-            store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(p_mul_3_kept + b, p_mul_3);
-            store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const I p_add(p_add_kept[b]);
-            const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
-            const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F p_mul_3(p_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I noise = load(noise_kept + i);
-                const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
-                const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), p_mul_3), 3200.0f));
-                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
-                store(s_at + i, s_pattern + (noise & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float32_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    // bytes per entry, one for a block, written
-    static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];            // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];            // float32 [n]  read and written
-        float *__restrict x0_at = (float *)at[4];           // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        const F one_over_0p1111111111111111(scalars[4]);
-        const F one_minus_momentum(scalars[5]);
-
-        // -- elements: decode, update  (specs/madgrad.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
-            const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
-            const F x0 = load(x0_at + i);
-            const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_2 = fma(weight, g_3 * g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_3, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, 1.0f / (p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
-            // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, reciprocal(p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), x0);
-            // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
-            const F p_2 = fma(one_minus_momentum, z - p, p);
-            store(p_at + i, p_2);
-            store(grad_sum_sq_at + i, grad_sum_sq_2);
-            store(s_at + i, s_2);
-            store(x0_at + i, x0);
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    // bytes per entry, one for a block, written
-    static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {4, false, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[3];        // uint8 [n]  read and written
-        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
-        float *__restrict x0_at = (float *)at[7];                     // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        const F one_over_0p1111111111111111(scalars[4]);
-        const F one_minus_momentum(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) float scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float p_mul_3_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key) * 2146121005;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_xor_kept + i, word_xor);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = grad_sum_sq_range;
-            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
-            const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
-            store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
-            store(scale_kept + b, scale);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
-            const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
-            const F scale(scale_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I word_xor = spread(word_xor_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
-                const I s_code = load(s_at + i);
-                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F s_value = scale * (s_code_2 * reciprocal_of_normal(254.0f - s_bend));
-                const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const F x0 = load(x0_at + i);
-                const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-                const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F s = fma(weight, g_2, s_value);                        // 28  s = s + weight * g
-                const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-                const F p_mul_2 = 0.3333333432674408f * p_fma;
-                const F p_fma_2 = fma(p_mul, 1.0f / (p_fma * p_fma), p_mul_2 + p_mul_2);
-                const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
-                // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, 1.0f / (p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), x0);
-                // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
-                const F p_2 = fma(one_minus_momentum, z - p, p);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F p_abs = abs(s);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
-                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(p_abs), i, end);
-                store(noise_kept + i, noise);
-                store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
-                store(s_kept + i, s);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
-                store(x0_at + i, x0);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
-            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
-            const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
-            const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I grad_sum_sq_half = grad_sum_sq_units * 10240;
-            const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
-            const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(s_top, I(75497472)) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
-            const F p_mul_3 = as_float(s_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
-            store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(p_sub_kept + b, p_sub);
-            store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(p_mul_3_kept + b, p_mul_3);
-            store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const I p_add(p_add_kept[b]);
-            const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
-            const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F p_mul_3(p_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I noise = load(noise_kept + i);
-                const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
-                const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), p_mul_3), 3200.0f));
-                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
-                store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_bfloat16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    // bytes per entry, one for a block, written
-    static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict grad_sum_sq_at = (float *)at[3];     // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];               // float32 [n]  read and written
-        float *__restrict x0_at = (float *)at[5];              // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        const F one_over_0p1111111111111111(scalars[4]);
-        const F one_minus_momentum(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_xor_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key) * 2146121005;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_xor_kept + i, word_xor);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_xor = spread(word_xor_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
-            const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
-            const F x0 = load(x0_at + i);
-            const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_2, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, 1.0f / (p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
-            // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, 1.0f / (p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), x0);
-            // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
-            const F p_2 = fma(one_minus_momentum, z - p, p);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, step)
-            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
-            store(grad_sum_sq_at + i, grad_sum_sq_2);
-            store(s_at + i, s_2);
-            store(x0_at + i, x0);
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    // bytes per entry, one for a block, written
-    static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {4, false, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[3];        // uint8 [n]  read and written
-        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
-        float *__restrict x0_at = (float *)at[7];                     // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        const F one_over_0p1111111111111111(scalars[4]);
-        const F one_minus_momentum(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) float scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float p_mul_3_kept[TILE / BLOCK];
+        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
@@ -1402,41 +589,800 @@ struct madgrad_float16_has_momentum {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const F x0 = load(x0_at + i);
                 const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-                const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F s = fma(weight, g_2, s_value);                        // 28  s = s + weight * g
-                const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+                const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
+                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal_of_normal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
+                const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
+                // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
+                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
+                const F p_mul = weight * g_2;
+                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
                 const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-                const F p_mul_2 = 0.3333333432674408f * p_fma;
-                const F p_fma_2 = fma(p_mul, 1.0f / (p_fma * p_fma), p_mul_2 + p_mul_2);
-                const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, 1.0f / (p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), x0);
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
+                const F s_scale_abs = abs(s);
+                const I s_scale_bitcast = bits(z);
+                const I p_magnitude = s_scale_bitcast & 2147483647;
+                const I p_rebiased = p_magnitude + -939524096;
+                const I word_and_2 = noise & 255;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const F s_scale_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * s_scale_bitcast_2;
+                const F p_whole = floor(p_steps);
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_wide_2 = where(s_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(z == z, p_wide_2, I(8257536)) + 128;
+                const I p_sign = s_scale_bitcast >> 16 & 32768;
+                const I p_kept = p_word;
+                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
+                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
+                take_larger(s_top, bits(s_scale_abs), i, end);
+                store(noise_kept + i, noise);
+                store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
+                store(s_kept + i, s);
+                store(p_at + i, p_sign | p_word >> 8);
+                store(weight_low_at + i, p_kept);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+            s_top_kept[b] = s_top;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I s_top = largest(s_top_kept + b);
+            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
+            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
+            const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_start = grad_sum_sq_first << 22;
+            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
+            const I grad_sum_sq_half = grad_sum_sq_units * 10240;
+            const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
+            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
+            const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
+            const I s_up = max(s_top, I(75497472)) + 32767;
+            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
+            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
+            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(p_add_kept + b, p_add);
+            store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
+            store(p_sub_kept + b, p_sub);
+            store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
+            store(s_scale_mul_kept + b, s_scale_mul);
+            store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
+            store(s_scale_at + b, s_up_2 >> 15);
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const I p_add(p_add_kept[b]);
+            const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
+            const I p_sub(p_sub_kept[b]);
+            const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
+            const F s_scale_mul(s_scale_mul_kept[b]);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const I noise = load(noise_kept + i);
+                const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
+                const F s = load(s_kept + i);
+                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
+                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
+                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
+                store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
+            }
+        }
+    }
+};
+
+template <class Grad>
+struct madgrad_float16_small {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    // bytes per entry, one for a block, written
+    static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
+        float *__restrict grad_sum_sq_at = (float *)at[3];     // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[4];               // float32 [n]  read and written
+        const F weight_decay(scalars[0]);
+        const F eps(scalars[1]);
+        const F grad_scale(scalars[2]);
+        const F weight(scalars[3]);
+        alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
+
+        // -- one hash for 8 elements
+        for (int i = 0; i < (count + 7) / 8; i += W) {
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key) * 2146121005;
+            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
+            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
+            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            store(word_kept + i, word);
+            store(word_xor_kept + i, word_xor);
+        }
+
+        // -- elements: decode, update, encode  (specs/madgrad.py)
+        for (int i = 0; i < count; i += W) {
+            const I word_xor = spread(word_xor_kept, i);
+            const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const I p_stored = load(p_at + i);
+            const I p_high = extend16(extend16(p_stored));
+            const I p_offset = p_low + -128;
+            const I p_wide = ((p_high & 32767) << 8) + p_offset;
+            const I p_normal = (p_wide << 5) + 939524096;
+            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            // f16 and 8 more bits, stochastic
+            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F s = load(s_at + i);
+            const F grad_sum_sq = load(grad_sum_sq_at + i);
+            const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
+            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
+            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
+            const F p_mul = weight * g_2;
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+            // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+            const I word_and = lane(i);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            const I s_bitcast = bits(z);
+            const I p_magnitude = s_bitcast & 2147483647;
+            const I p_rebiased = p_magnitude + -939524096;
+            const I word_lshr = lshr(noise, 24);
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const F s_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * s_bitcast_2;
+            const F p_whole = floor(p_steps);
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_wide_2 = where(s_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(z == z, p_wide_2, I(8257536)) + 128;
+            const I p_sign = s_bitcast >> 16 & 32768;
+            const I p_kept = p_word;
+            store(p_at + i, p_sign | p_word >> 8);
+            store(weight_low_at + i, p_kept);
+            store(grad_sum_sq_at + i, grad_sum_sq_2);
+            store(s_at + i, s_2);
+        }
+    }
+};
+
+template <class Grad>
+struct madgrad_float32_has_momentum {
+    static constexpr int BLOCK = 64, TILE = 1024;
+    // bytes per entry, one for a block, written
+    static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {4, false, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict s_at = (uint8_t *)at[4];                  // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[5];            // int16 [blocks of 64]  read and written
+        float *__restrict x0_at = (float *)at[6];                     // float32 [n]  read and written
+        const F weight_decay(scalars[0]);
+        const F eps(scalars[1]);
+        const F grad_scale(scalars[2]);
+        const F weight(scalars[3]);
+        const F one_minus_momentum(scalars[4]);
+        alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
+        alignas(64) int32_t noise_kept[TILE];
+        alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
+        alignas(64) float s_kept[TILE];
+        alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
+        alignas(64) float scale_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
+        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
+        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
+        I smallest_of_block_kept[TILE / BLOCK];
+        I s_top_kept[TILE / BLOCK];
+
+        // -- one hash for 8 elements
+        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key) * 2146121005;
+            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
+            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
+            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            store(word_kept + i, word);
+            store(word_xor_kept + i, word_xor);
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
+            const I grad_sum_sq_header = grad_sum_sq_range;
+            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
+            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
+            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
+            const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
+            const I s_scale = load(s_scale_at + b);
+            const I scale_bits = s_scale << 15;
+            const I scale_bits_2 = scale_bits & 2147483647;
+            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
+            store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
+            store(scale_kept + b, scale);
+        }
+
+        // -- elements: decode, update, encode  (specs/madgrad.py)
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
+            const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
+            const F scale(scale_kept[b]);
+            I largest_of_block(INT32_MIN);
+            I smallest_of_block(INT32_MAX);
+            I s_top(INT32_MIN);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const I word_xor = spread(word_xor_kept, i);
+                const I word = spread(word_kept, i);
+                const F g = Grad::load(g_at + i);
+                const F g_2 = grad_scale * g;
+                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
+                const I s_code = load(s_at + i);
+                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
+                const F s_bend = abs(s_code_2);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
+                const F p = load(p_at + i);
+                const F x0 = load(x0_at + i);
+                const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
+                const F p_mul = weight * g_3;
+                const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                // 28  s = s + weight * g
+                const F s = fma(scale, s_code_2 * reciprocal_of_normal(254.0f - s_bend), p_mul);
+                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+                // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
+                const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
                 // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
                 const F p_2 = fma(one_minus_momentum, z - p, p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F p_abs = abs(s);
-                const I p_bitcast_2 = bits(p_2);
-                const I p_magnitude = p_bitcast_2 & 2147483647;
+                const F s_scale_abs = abs(s);
+                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
+                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
+                take_larger(s_top, bits(s_scale_abs), i, end);
+                store(noise_kept + i, noise);
+                store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
+                store(s_kept + i, s);
+                store(p_at + i, p_2);
+                store(x0_at + i, x0);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+            s_top_kept[b] = s_top;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I s_top = largest(s_top_kept + b);
+            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
+            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
+            const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_start = grad_sum_sq_first << 22;
+            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
+            const I grad_sum_sq_half = grad_sum_sq_units * 10240;
+            const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
+            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
+            const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
+            const I s_up = max(s_top, I(75497472)) + 32767;
+            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
+            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
+            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(p_add_kept + b, p_add);
+            store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
+            store(p_sub_kept + b, p_sub);
+            store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
+            store(s_scale_mul_kept + b, s_scale_mul);
+            store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
+            store(s_scale_at + b, s_up_2 >> 15);
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const I p_add(p_add_kept[b]);
+            const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
+            const I p_sub(p_sub_kept[b]);
+            const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
+            const F s_scale_mul(s_scale_mul_kept[b]);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const I noise = load(noise_kept + i);
+                const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
+                const F s = load(s_kept + i);
+                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
+                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
+                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
+                store(s_at + i, s_pattern + (noise & 4095) >> 12);
+            }
+        }
+    }
+};
+
+template <class Grad>
+struct madgrad_float32_has_momentum_small {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    // bytes per entry, one for a block, written
+    static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        float *__restrict p_at = (float *)at[0];            // float32 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict grad_sum_sq_at = (float *)at[2];  // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[3];            // float32 [n]  read and written
+        float *__restrict x0_at = (float *)at[4];           // float32 [n]  read and written
+        const F weight_decay(scalars[0]);
+        const F eps(scalars[1]);
+        const F grad_scale(scalars[2]);
+        const F weight(scalars[3]);
+        const F one_minus_momentum(scalars[4]);
+
+        // -- elements: decode, update  (specs/madgrad.py)
+        for (int i = 0; i < count; i += W) {
+            const F g = Grad::load(g_at + i);
+            const F g_2 = grad_scale * g;
+            const F p = load(p_at + i);
+            const F grad_sum_sq = load(grad_sum_sq_at + i);
+            const F s = load(s_at + i);
+            const F x0 = load(x0_at + i);
+            const F g_3 = fma(weight_decay, p, g_2);               // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_3;
+            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+            // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
+            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+            const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+            store(p_at + i, p_2);
+            store(grad_sum_sq_at + i, grad_sum_sq_2);
+            store(s_at + i, s_2);
+            store(x0_at + i, x0);
+        }
+    }
+};
+
+template <class Grad>
+struct madgrad_bfloat16_has_momentum {
+    static constexpr int BLOCK = 64, TILE = 1024;
+    // bytes per entry, one for a block, written
+    static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {4, false, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict s_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
+        float *__restrict x0_at = (float *)at[7];                     // float32 [n]  read and written
+        const F weight_decay(scalars[0]);
+        const F eps(scalars[1]);
+        const F grad_scale(scalars[2]);
+        const F weight(scalars[3]);
+        const F one_minus_momentum(scalars[4]);
+        alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
+        alignas(64) int32_t noise_kept[TILE];
+        alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
+        alignas(64) float s_kept[TILE];
+        alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
+        alignas(64) float scale_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
+        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
+        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
+        I smallest_of_block_kept[TILE / BLOCK];
+        I s_top_kept[TILE / BLOCK];
+
+        // -- one hash for 8 elements
+        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key) * 2146121005;
+            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
+            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
+            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            store(word_kept + i, word);
+            store(word_xor_kept + i, word_xor);
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
+            const I grad_sum_sq_header = grad_sum_sq_range;
+            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
+            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
+            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
+            const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
+            const I s_scale = load(s_scale_at + b);
+            const I scale_bits = s_scale << 15;
+            const I scale_bits_2 = scale_bits & 2147483647;
+            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
+            store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
+            store(scale_kept + b, scale);
+        }
+
+        // -- elements: decode, update, encode  (specs/madgrad.py)
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
+            const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
+            const F scale(scale_kept[b]);
+            I largest_of_block(INT32_MIN);
+            I smallest_of_block(INT32_MAX);
+            I s_top(INT32_MIN);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const I word_xor = spread(word_xor_kept, i);
+                const I word = spread(word_kept, i);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
+                const I s_code = load(s_at + i);
+                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
+                const F s_bend = abs(s_code_2);
+                const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
+                const F x0 = load(x0_at + i);
+                const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
+                const F p_mul = weight * g_2;
+                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                // 28  s = s + weight * g
+                const F s = fma(scale, s_code_2 * reciprocal_of_normal(254.0f - s_bend), p_mul);
+                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+                // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+                // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+                const F p_2 = fma(one_minus_momentum, z - p, p);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
+                const F s_scale_abs = abs(s);
+                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_low_2 = p_word >> 8;
+                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
+                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
+                take_larger(s_top, bits(s_scale_abs), i, end);
+                store(noise_kept + i, noise);
+                store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
+                store(s_kept + i, s);
+                store(p_at + i, p_word >> 16);
+                store(weight_low_at + i, p_low_2);
+                store(x0_at + i, x0);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+            s_top_kept[b] = s_top;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I s_top = largest(s_top_kept + b);
+            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
+            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
+            const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_start = grad_sum_sq_first << 22;
+            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
+            const I grad_sum_sq_half = grad_sum_sq_units * 10240;
+            const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
+            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
+            const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
+            const I s_up = max(s_top, I(75497472)) + 32767;
+            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
+            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
+            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(p_add_kept + b, p_add);
+            store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
+            store(p_sub_kept + b, p_sub);
+            store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
+            store(s_scale_mul_kept + b, s_scale_mul);
+            store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
+            store(s_scale_at + b, s_up_2 >> 15);
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const I p_add(p_add_kept[b]);
+            const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
+            const I p_sub(p_sub_kept[b]);
+            const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
+            const F s_scale_mul(s_scale_mul_kept[b]);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const I noise = load(noise_kept + i);
+                const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
+                const F s = load(s_kept + i);
+                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
+                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
+                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
+                store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
+            }
+        }
+    }
+};
+
+template <class Grad>
+struct madgrad_bfloat16_has_momentum_small {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    // bytes per entry, one for a block, written
+    static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
+        float *__restrict grad_sum_sq_at = (float *)at[3];     // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[4];               // float32 [n]  read and written
+        float *__restrict x0_at = (float *)at[5];              // float32 [n]  read and written
+        const F weight_decay(scalars[0]);
+        const F eps(scalars[1]);
+        const F grad_scale(scalars[2]);
+        const F weight(scalars[3]);
+        const F one_minus_momentum(scalars[4]);
+        alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
+
+        // -- one hash for 8 elements
+        for (int i = 0; i < (count + 7) / 8; i += W) {
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key) * 2146121005;
+            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
+            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
+            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            store(word_kept + i, word);
+            store(word_xor_kept + i, word_xor);
+        }
+
+        // -- elements: decode, update, encode  (specs/madgrad.py)
+        for (int i = 0; i < count; i += W) {
+            const I word_xor = spread(word_xor_kept, i);
+            const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const F grad_sum_sq = load(grad_sum_sq_at + i);
+            const F s = load(s_at + i);
+            const F x0 = load(x0_at + i);
+            const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_2;
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+            // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+            const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+            const I word_and = lane(i);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_low_2 = p_word >> 8;
+            store(p_at + i, p_word >> 16);
+            store(weight_low_at + i, p_low_2);
+            store(grad_sum_sq_at + i, grad_sum_sq_2);
+            store(s_at + i, s_2);
+            store(x0_at + i, x0);
+        }
+    }
+};
+
+template <class Grad>
+struct madgrad_float16_has_momentum {
+    static constexpr int BLOCK = 64, TILE = 1024;
+    // bytes per entry, one for a block, written
+    static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {4, false, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict s_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
+        float *__restrict x0_at = (float *)at[7];                     // float32 [n]  read and written
+        const F weight_decay(scalars[0]);
+        const F eps(scalars[1]);
+        const F grad_scale(scalars[2]);
+        const F weight(scalars[3]);
+        const F one_minus_momentum(scalars[4]);
+        alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
+        alignas(64) int32_t noise_kept[TILE];
+        alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
+        alignas(64) float s_kept[TILE];
+        alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
+        alignas(64) float scale_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
+        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
+        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
+        I smallest_of_block_kept[TILE / BLOCK];
+        I s_top_kept[TILE / BLOCK];
+
+        // -- one hash for 8 elements
+        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key) * 2146121005;
+            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
+            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
+            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            store(word_kept + i, word);
+            store(word_xor_kept + i, word_xor);
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
+            const I grad_sum_sq_header = grad_sum_sq_range;
+            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
+            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
+            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
+            const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
+            const I s_scale = load(s_scale_at + b);
+            const I scale_bits = s_scale << 15;
+            const I scale_bits_2 = scale_bits & 2147483647;
+            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
+            store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
+            store(scale_kept + b, scale);
+        }
+
+        // -- elements: decode, update, encode  (specs/madgrad.py)
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
+            const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
+            const F scale(scale_kept[b]);
+            I largest_of_block(INT32_MIN);
+            I smallest_of_block(INT32_MAX);
+            I s_top(INT32_MIN);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const I word_xor = spread(word_xor_kept, i);
+                const I word = spread(word_kept, i);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
+                const I s_code = load(s_at + i);
+                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
+                const F s_bend = abs(s_code_2);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
+                const F x0 = load(x0_at + i);
+                const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
+                const F p_mul = weight * g_2;
+                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F s = fma(scale, s_code_2 / (254.0f - s_bend), p_mul);  // 28  s = s + weight * g
+                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+                // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+                // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+                const F p_2 = fma(one_minus_momentum, z - p, p);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
+                const F s_scale_abs = abs(s);
+                const I s_scale_bitcast = bits(p_2);
+                const I p_magnitude = s_scale_bitcast & 2147483647;
                 const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
                 const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2_2;
+                const F s_scale_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * s_scale_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_wide_2 = where(p_bitcast_2_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_wide_2 = where(s_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast_2 >> 16 & 32768;
+                const I p_sign = s_scale_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
                 take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
                 take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(p_abs), i, end);
+                take_larger(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -1469,12 +1415,12 @@ struct madgrad_float16_has_momentum {
             const I s_up = max(s_top, I(75497472)) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
             const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
-            const F p_mul_3 = as_float(s_divisor) * 0.003937007859349251f;
+            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
             store(p_sub_kept + b, p_sub);
             store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(p_mul_3_kept + b, p_mul_3);
+            store(s_scale_mul_kept + b, s_scale_mul);
             store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
@@ -1485,7 +1431,7 @@ struct madgrad_float16_has_momentum {
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F p_mul_3(p_mul_3_kept[b]);
+            const F s_scale_mul(s_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
@@ -1493,7 +1439,7 @@ struct madgrad_float16_has_momentum {
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
                 const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), p_mul_3), 3200.0f));
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
                 store(grad_sum_sq_at + i, grad_sum_sq_code_2);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
@@ -1520,8 +1466,7 @@ struct madgrad_float16_has_momentum_small {
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
         const F weight(scalars[3]);
-        const F one_over_0p1111111111111111(scalars[4]);
-        const F one_minus_momentum(scalars[5]);
+        const F one_minus_momentum(scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1557,34 +1502,31 @@ struct madgrad_float16_has_momentum_small {
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F s = load(s_at + i);
             const F x0 = load(x0_at + i);
-            const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-            const F grad_sum_sq_2 = fma(weight, g_2 * g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = fma(weight, g_2, s);                            // 28  s = s + weight * g
-            const F p_mul = one_over_0p1111111111111111 * grad_sum_sq_2;
+            const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_2;
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast + p_bitcast);
-            const F p_mul_2 = 0.3333333432674408f * p_fma;
-            const F p_fma_2 = fma(p_mul, 1.0f / (p_fma * p_fma), p_mul_2 + p_mul_2);
-            const F p_mul_2_2 = 0.3333333432674408f * p_fma_2;
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, 0.3333333432674408f * fma(p_mul, 1.0f / (p_fma_2 * p_fma_2), p_mul_2_2 + p_mul_2_2), grad_sum_sq_2) + eps), x0);
-            // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
-            const F p_2 = fma(one_minus_momentum, z - p, p);
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+            const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast_2 = bits(p_2);
-            const I p_magnitude = p_bitcast_2 & 2147483647;
+            const I s_bitcast = bits(p_2);
+            const I p_magnitude = s_bitcast & 2147483647;
             const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
             const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2_2;
+            const F s_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * s_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_wide_2 = where(p_bitcast_2_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_wide_2 = where(s_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast_2 >> 16 & 32768;
+            const I p_sign = s_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -9,7 +9,7 @@
 #     p            3 B  bf16 and 8 more bits, stochastic
 #                  |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 #     grad_sum_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                  |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                  |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #     s            1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 #                  |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
@@ -53,18 +53,18 @@ def madgrad_float32(
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_mul = (grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast + grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_mul = (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g_mul = weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_mul = (grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast + grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_mul = (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -121,18 +121,18 @@ def madgrad_float32_small(
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g_mul = weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
     b.store(p_tensor, z)
     b.store(grad_sum_sq_tensor, grad_sum_sq)
@@ -176,18 +176,18 @@ def madgrad_bfloat16(
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_mul = (grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast + grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_mul = (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g_mul = weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_mul = (grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast + grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_mul = (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -251,18 +251,18 @@ def madgrad_bfloat16_small(
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g_mul = weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -323,18 +323,18 @@ def madgrad_float16(
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_mul = (grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast + grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_mul = (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g_mul = weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_mul = (grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast + grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_mul = (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -416,18 +416,18 @@ def madgrad_float16_small(
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g_mul = weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -496,10 +496,10 @@ def madgrad_float32_has_momentum(
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_mul = (grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast + grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_mul = (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
@@ -564,10 +564,10 @@ def madgrad_float32_has_momentum_small(
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     b.store(p_tensor, p)
@@ -620,10 +620,10 @@ def madgrad_bfloat16_has_momentum(
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_mul = (grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast + grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_mul = (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
@@ -695,10 +695,10 @@ def madgrad_bfloat16_has_momentum_small(
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
@@ -768,10 +768,10 @@ def madgrad_float16_has_momentum(
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_mul = (grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast + grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_mul = (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
+    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_range_mul + grad_sum_sq_range_mul + grad_sum_sq / (grad_sum_sq_range_mul * grad_sum_sq_range_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
@@ -861,10 +861,10 @@ def madgrad_float16_has_momentum_small(
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_mul = (grad_sum_sq_bitcast + grad_sum_sq_bitcast + grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
-    grad_sum_sq_mul = (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), (grad_sum_sq_mul + grad_sum_sq_mul + grad_sum_sq / (grad_sum_sq_mul * grad_sum_sq_mul)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005

@@ -9,7 +9,7 @@
 #     p            3 B  bf16 and 8 more bits, stochastic
 #                  |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 #     grad_sum_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                  |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                  |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #     s            1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 #                  |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
@@ -25,8 +25,7 @@ from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min,
 @triton.jit
 def madgrad_float32_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, at, at_block, live, live_block,
-    index, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key,
-    MASKED: tl.constexpr,
+    index, weight_decay, eps, grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -52,25 +51,20 @@ def madgrad_float32_tile(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s_value + p_mul                          # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -96,13 +90,13 @@ def madgrad_float32_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, z, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
@@ -112,9 +106,9 @@ def madgrad_float32_tile(
 
 @triton.jit
 def madgrad_float32(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -146,7 +140,7 @@ def madgrad_float32(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float32_tile(
                 p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block, live, live_block,
-                number, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
+                number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -163,7 +157,7 @@ def madgrad_float32(
             madgrad_float32_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
-                weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, False,
+                weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -173,14 +167,14 @@ def madgrad_float32(
             madgrad_float32_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
+                weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def madgrad_float32_small_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -190,25 +184,20 @@ def madgrad_float32_small_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
-    grad_sum_sq_fma = tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     put(p_ptr, at, z, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -217,9 +206,9 @@ def madgrad_float32_small_tile(
 
 @triton.jit
 def madgrad_float32_small(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -243,7 +232,7 @@ def madgrad_float32_small(
         start = tile * TILE
         madgrad_float32_small_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, False,
+            eps, grad_scale, weight, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -251,15 +240,15 @@ def madgrad_float32_small(
         live = at < count - start
         madgrad_float32_small_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, live, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
+            eps, grad_scale, weight, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, at, at_block,
-    live, live_block, index, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-    stream_key, MASKED: tl.constexpr,
+    live, live_block, index, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -289,25 +278,20 @@ def madgrad_bfloat16_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s_value + p_mul                          # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -333,13 +317,13 @@ def madgrad_bfloat16_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
     p_low = (p_word >> 8).to(tl.uint8)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -352,9 +336,9 @@ def madgrad_bfloat16_tile(
 
 @triton.jit
 def madgrad_bfloat16(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -387,8 +371,7 @@ def madgrad_bfloat16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block,
-                live, live_block, number, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-                stream_key, True,
+                live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -406,8 +389,7 @@ def madgrad_bfloat16(
             madgrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, False,
+                at_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -417,16 +399,14 @@ def madgrad_bfloat16(
             madgrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, True,
+                live_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def madgrad_bfloat16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key,
-    MASKED: tl.constexpr,
+    weight_decay, eps, grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -440,25 +420,20 @@ def madgrad_bfloat16_small_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
-    grad_sum_sq_fma = tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -478,9 +453,9 @@ def madgrad_bfloat16_small_tile(
 
 @triton.jit
 def madgrad_bfloat16_small(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -507,8 +482,7 @@ def madgrad_bfloat16_small(
         start = tile * TILE
         madgrad_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at,
-            0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-            stream_key, False,
+            0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -516,16 +490,15 @@ def madgrad_bfloat16_small(
         live = at < count - start
         madgrad_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0,
-            live, 0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-            step_key, stream_key, True,
+            live, 0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, at, at_block,
-    live, live_block, index, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-    stream_key, MASKED: tl.constexpr,
+    live, live_block, index, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -561,25 +534,20 @@ def madgrad_float16_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
-    grad_sum_sq_range_fma = tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2)
-    grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s_value + p_mul                          # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -605,25 +573,25 @@ def madgrad_float16_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = z.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_bitcast = z.to(tl.int32, bitcast=True)
+    p_magnitude = s_scale_bitcast & 2147483647
     p_rebiased = p_magnitude + -939524096
     word_and = noise & 255
     p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
+    s_scale_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_scale_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(s_scale_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(z == z, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
+    p_sign = s_scale_bitcast >> 16 & 32768
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -635,9 +603,9 @@ def madgrad_float16_tile(
 
 @triton.jit
 def madgrad_float16(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -670,8 +638,7 @@ def madgrad_float16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block,
-                live, live_block, number, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-                stream_key, True,
+                live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -689,8 +656,7 @@ def madgrad_float16(
             madgrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, False,
+                at_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -700,16 +666,14 @@ def madgrad_float16(
             madgrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, True,
+                live_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def madgrad_float16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key,
-    MASKED: tl.constexpr,
+    weight_decay, eps, grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -729,25 +693,20 @@ def madgrad_float16_small_tile(
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
-    grad_sum_sq_fma = tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2)
-    grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -757,18 +716,18 @@ def madgrad_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = z.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
+    s_bitcast = z.to(tl.int32, bitcast=True)
+    p_magnitude = s_bitcast & 2147483647
     p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
+    s_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(s_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(z == z, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
+    p_sign = s_bitcast >> 16 & 32768
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -778,9 +737,9 @@ def madgrad_float16_small_tile(
 
 @triton.jit
 def madgrad_float16_small(
-    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_over_0p1111111111111111: tl.float32, weight: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -807,8 +766,7 @@ def madgrad_float16_small(
         start = tile * TILE
         madgrad_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at,
-            0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-            stream_key, False,
+            0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -816,16 +774,15 @@ def madgrad_float16_small(
         live = at < count - start
         madgrad_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0,
-            live, 0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-            step_key, stream_key, True,
+            live, 0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_float32_has_momentum_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, at, at_block, live,
-    live_block, index, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-    one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -846,24 +803,23 @@ def madgrad_float32_has_momentum_tile(
     s_code = get(s_ptr, at, live, MASKED)
     s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
     s_bend = tl.abs(s_code)
-    s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     p = get(p_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -889,13 +845,13 @@ def madgrad_float32_has_momentum_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, p, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
@@ -907,9 +863,8 @@ def madgrad_float32_has_momentum_tile(
 @triton.jit
 def madgrad_float32_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -942,8 +897,8 @@ def madgrad_float32_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float32_has_momentum_tile(
                 p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where, block, live,
-                live_block, number, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-                one_minus_momentum, step_key, stream_key, True,
+                live_block, number, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -961,8 +916,8 @@ def madgrad_float32_has_momentum(
             madgrad_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, at, at_block,
-                before + start + at, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-                one_minus_momentum, step_key, stream_key, False,
+                before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
+                False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -972,16 +927,15 @@ def madgrad_float32_has_momentum(
             madgrad_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, live, live_block,
-                before + start + at, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-                one_minus_momentum, step_key, stream_key, True,
+                before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
+                True,
             )
 
 
 @triton.jit
 def madgrad_float32_has_momentum_small_tile(
     p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key,
-    MASKED: tl.constexpr,
+    grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -992,18 +946,16 @@ def madgrad_float32_has_momentum_small_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -1014,9 +966,8 @@ def madgrad_float32_has_momentum_small_tile(
 @triton.jit
 def madgrad_float32_has_momentum_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1042,8 +993,7 @@ def madgrad_float32_has_momentum_small(
         start = tile * TILE
         madgrad_float32_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, at, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, False,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1051,16 +1001,15 @@ def madgrad_float32_has_momentum_small(
         live = at < count - start
         madgrad_float32_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, live, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, True,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_bfloat16_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, at,
-    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-    one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1085,24 +1034,23 @@ def madgrad_bfloat16_has_momentum_tile(
     s_code = get(s_ptr, at, live, MASKED)
     s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
     s_bend = tl.abs(s_code)
-    s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1128,13 +1076,13 @@ def madgrad_bfloat16_has_momentum_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
     p_low = (p_word >> 8).to(tl.uint8)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -1149,9 +1097,8 @@ def madgrad_bfloat16_has_momentum_tile(
 @triton.jit
 def madgrad_bfloat16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1185,8 +1132,8 @@ def madgrad_bfloat16_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_bfloat16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where,
-                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-                one_minus_momentum, step_key, stream_key, True,
+                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1205,8 +1152,8 @@ def madgrad_bfloat16_has_momentum(
             madgrad_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1217,15 +1164,14 @@ def madgrad_bfloat16_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
                 at_block, live, live_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+                one_minus_momentum, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def madgrad_bfloat16_has_momentum_small_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-    stream_key, MASKED: tl.constexpr,
+    weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1240,18 +1186,16 @@ def madgrad_bfloat16_has_momentum_small_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1273,9 +1217,8 @@ def madgrad_bfloat16_has_momentum_small_tile(
 @triton.jit
 def madgrad_bfloat16_has_momentum_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1305,7 +1248,7 @@ def madgrad_bfloat16_has_momentum_small(
         madgrad_bfloat16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
             x0_ptr + start, at, 0, at, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
+            one_minus_momentum, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1314,15 +1257,15 @@ def madgrad_bfloat16_has_momentum_small(
         madgrad_bfloat16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
             x0_ptr + start, at, 0, live, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+            one_minus_momentum, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def madgrad_float16_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, at,
-    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-    one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1352,25 +1295,24 @@ def madgrad_float16_has_momentum_tile(
     s_code = get(s_ptr, at, live, MASKED)
     s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
     s_bend = tl.abs(s_code)
-    s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1396,25 +1338,25 @@ def madgrad_float16_has_momentum_tile(
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
-    p_abs = tl.abs(s)
+    s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
+    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_scale_bitcast = p.to(tl.int32, bitcast=True)
+    p_magnitude = s_scale_bitcast & 2147483647
     p_rebiased = p_magnitude + -939524096
     word_and = noise & 255
     p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
+    s_scale_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_scale_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(s_scale_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
+    p_sign = s_scale_bitcast >> 16 & 32768
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -1428,9 +1370,8 @@ def madgrad_float16_has_momentum_tile(
 @triton.jit
 def madgrad_float16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1464,8 +1405,8 @@ def madgrad_float16_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where,
-                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-                one_minus_momentum, step_key, stream_key, True,
+                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1484,8 +1425,8 @@ def madgrad_float16_has_momentum(
             madgrad_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1496,15 +1437,14 @@ def madgrad_float16_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
                 at_block, live, live_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+                one_minus_momentum, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def madgrad_float16_has_momentum_small_tile(
     p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-    stream_key, MASKED: tl.constexpr,
+    weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1525,18 +1465,16 @@ def madgrad_float16_has_momentum_small_tile(
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
+    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
-    p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1546,18 +1484,18 @@ def madgrad_float16_has_momentum_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
+    s_bitcast = p.to(tl.int32, bitcast=True)
+    p_magnitude = s_bitcast & 2147483647
     p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
+    s_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(s_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
+    p_sign = s_bitcast >> 16 & 32768
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -1569,9 +1507,8 @@ def madgrad_float16_has_momentum_small_tile(
 @triton.jit
 def madgrad_float16_has_momentum_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_over_0p1111111111111111: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1601,7 +1538,7 @@ def madgrad_float16_has_momentum_small(
         madgrad_float16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
             x0_ptr + start, at, 0, at, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
+            one_minus_momentum, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1610,7 +1547,7 @@ def madgrad_float16_has_momentum_small(
         madgrad_float16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
             x0_ptr + start, at, 0, live, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+            one_minus_momentum, step_key, stream_key, True,
         )
 
 

@@ -54,7 +54,7 @@ struct nadam_float32 {
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_3 * g_3, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_2 = fma(-fma(grad_lr, g_3, fma(scalar_4, g_3, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p);
             store(p_at + i, p_2);
@@ -100,7 +100,7 @@ struct nadam_bfloat16 {
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_4, g_2, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p);
             const I p_x_bits = bits(p_2);
@@ -148,7 +148,7 @@ struct nadam_float16 {
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_4, g_2, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p);
             store(p_at + i, narrow_half(p_2));
@@ -192,7 +192,7 @@ struct nadam_float32_decoupled_weight_decay {
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g * g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_3 = fma(-fma(scalar_6, g, fma(scalar_5, g, scalar_4 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8)), p_2);
             store(p_at + i, p_3);
@@ -238,7 +238,7 @@ struct nadam_bfloat16_decoupled_weight_decay {
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_3 = fma(-fma(scalar_6, g_cast, fma(scalar_5, g_cast, scalar_4 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8)), p_2);
             const I p_x_bits = bits(p_3);
@@ -286,7 +286,7 @@ struct nadam_float16_decoupled_weight_decay {
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_3 = fma(-fma(scalar_6, g_cast, fma(scalar_5, g_cast, scalar_4 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8)), p_2);
             store(p_at + i, narrow_half(p_3));

@@ -39,7 +39,7 @@ def nadam_float32_tile(
     g = tl.fma(weight_decay, p, g)                                   # 26  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(grad_lr, g, tl.fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -112,7 +112,7 @@ def nadam_bfloat16_tile(
     g = tl.fma(weight_decay, p, g)                                   # 26  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(grad_lr, g, tl.fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -187,7 +187,7 @@ def nadam_float16_tile(
     g = tl.fma(weight_decay, p, g)                                   # 26  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(grad_lr, g, tl.fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -260,7 +260,7 @@ def nadam_float32_decoupled_weight_decay_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(scalar_6, g, tl.fma(scalar_5, g, scalar_4 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
@@ -336,7 +336,7 @@ def nadam_bfloat16_decoupled_weight_decay_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(scalar_6, g_cast, tl.fma(scalar_5, g_cast, scalar_4 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
@@ -414,7 +414,7 @@ def nadam_float16_decoupled_weight_decay_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(scalar_6, g_cast, tl.fma(scalar_5, g_cast, scalar_4 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store

@@ -11,7 +11,7 @@
 //     exp_avg     1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
 //                 |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 + 0.00391)
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, root, step
 // clang-format off
@@ -119,7 +119,7 @@ struct nadam_float32 {
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_beta2, g_3 * g_3, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
                 const F p_2 = fma(-fma(avg_lr, exp_avg, grad_lr * g_3), 1.0f / fma(p_sqrt, scalar_5, scalar_6), p);
@@ -251,7 +251,7 @@ struct nadam_float32_small {
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_3 * g_3, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_2 = fma(-fma(grad_lr, g_3, fma(scalar_4, g_3, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p);
             store(p_at + i, p_2);
@@ -366,7 +366,7 @@ struct nadam_bfloat16 {
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
                 const F p_2 = fma(-fma(avg_lr, exp_avg, grad_lr * g_2), 1.0f / fma(p_sqrt, scalar_5, scalar_6), p);
@@ -522,7 +522,7 @@ struct nadam_bfloat16_small {
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_4, g_2, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
             const I word_and = lane(i);
@@ -649,7 +649,7 @@ struct nadam_float16 {
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
                 const F p_2 = fma(-fma(avg_lr, exp_avg, grad_lr * g_2), 1.0f / fma(p_sqrt, scalar_5, scalar_6), p);
@@ -822,7 +822,7 @@ struct nadam_float16_small {
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(one_minus_beta2, g_2 * g_2, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_4, g_2, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
             const I word_and = lane(i);
@@ -947,7 +947,7 @@ struct nadam_float32_decoupled_weight_decay {
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2, g * g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
                 const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_4 * g), 1.0f / fma(g_sqrt, scalar_6, scalar_7), p_2);
@@ -1078,7 +1078,7 @@ struct nadam_float32_decoupled_weight_decay_small {
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g * g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_3 = fma(-fma(scalar_6, g, fma(scalar_5, g, scalar_4 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8)), p_2);
             store(p_at + i, p_3);
@@ -1192,7 +1192,7 @@ struct nadam_bfloat16_decoupled_weight_decay {
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
                 const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_4 * g_cast), 1.0f / fma(g_sqrt, scalar_6, scalar_7), p_2);
@@ -1348,7 +1348,7 @@ struct nadam_bfloat16_decoupled_weight_decay_small {
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_3 = fma(-fma(scalar_6, g_cast, fma(scalar_5, g_cast, scalar_4 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
             const I word_and = lane(i);
@@ -1474,7 +1474,7 @@ struct nadam_float16_decoupled_weight_decay {
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
                 const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_4 * g_cast), 1.0f / fma(g_sqrt, scalar_6, scalar_7), p_2);
@@ -1647,7 +1647,7 @@ struct nadam_float16_decoupled_weight_decay_small {
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_3 = fma(-fma(scalar_6, g_cast, fma(scalar_5, g_cast, scalar_4 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
             const I word_and = lane(i);

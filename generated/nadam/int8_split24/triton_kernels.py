@@ -11,7 +11,7 @@
 #     exp_avg     1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
 #                 |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 + 0.00391)
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, root, step
 # fmt: off
@@ -57,7 +57,7 @@ def nadam_float32_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(avg_lr, exp_avg, grad_lr * g), reciprocal(tl.fma(p_sqrt, scalar_5, scalar_6)), p)
@@ -193,7 +193,7 @@ def nadam_float32_small_tile(
     g = tl.fma(weight_decay, p, g)                                   # 26  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(grad_lr, g, tl.fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -287,7 +287,7 @@ def nadam_bfloat16_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(avg_lr, exp_avg, grad_lr * g), reciprocal(tl.fma(p_sqrt, scalar_5, scalar_6)), p)
@@ -436,7 +436,7 @@ def nadam_bfloat16_small_tile(
     g = tl.fma(weight_decay, p, g)                                   # 26  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(grad_lr, g, tl.fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -550,7 +550,7 @@ def nadam_float16_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(avg_lr, exp_avg, grad_lr * g), reciprocal(tl.fma(p_sqrt, scalar_5, scalar_6)), p)
@@ -716,7 +716,7 @@ def nadam_float16_small_tile(
     g = tl.fma(weight_decay, p, g)                                   # 26  g = l2(g, p, weight_decay)
     exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(grad_lr, g, tl.fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
@@ -830,7 +830,7 @@ def nadam_float32_decoupled_weight_decay_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(avg_lr, exp_avg, scalar_4 * g), reciprocal(tl.fma(g_sqrt, scalar_6, scalar_7)), p)
@@ -970,7 +970,7 @@ def nadam_float32_decoupled_weight_decay_small_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(scalar_6, g, tl.fma(scalar_5, g, scalar_4 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
@@ -1065,7 +1065,7 @@ def nadam_bfloat16_decoupled_weight_decay_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(avg_lr, exp_avg, scalar_4 * g_cast), reciprocal(tl.fma(g_sqrt, scalar_6, scalar_7)), p)
@@ -1215,7 +1215,7 @@ def nadam_bfloat16_decoupled_weight_decay_small_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(scalar_6, g_cast, tl.fma(scalar_5, g_cast, scalar_4 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
@@ -1330,7 +1330,7 @@ def nadam_float16_decoupled_weight_decay_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(avg_lr, exp_avg, scalar_4 * g_cast), reciprocal(tl.fma(g_sqrt, scalar_6, scalar_7)), p)
@@ -1497,7 +1497,7 @@ def nadam_float16_decoupled_weight_decay_small_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(-tl.fma(scalar_6, g_cast, tl.fma(scalar_5, g_cast, scalar_4 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store

@@ -44,7 +44,7 @@ struct rmsprop_float32 {
             const F square_avg = load(square_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                      // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
             const F update = g_3 * reciprocal(sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                       // 38  p = p - lr * update
             store(p_at + i, p_2);
@@ -81,7 +81,7 @@ struct rmsprop_bfloat16 {
             const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                        // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             const F update = g_2 * reciprocal(sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                       // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
@@ -120,7 +120,7 @@ struct rmsprop_float16 {
             const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                        // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             const F update = g_2 * reciprocal(sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                       // 38  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
@@ -159,7 +159,7 @@ struct rmsprop_float32_has_momentum {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);            // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_3, reciprocal(sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
@@ -201,7 +201,7 @@ struct rmsprop_bfloat16_has_momentum {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, reciprocal(sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
@@ -245,7 +245,7 @@ struct rmsprop_float16_has_momentum {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, reciprocal(sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
@@ -283,15 +283,15 @@ struct rmsprop_float32_centered {
             const F p = load(p_at + i);
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
-            const F g_3 = fma(weight_decay, p, g_2);                           // 27  g = l2(g, p, weight_decay)
+            const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_3;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_3, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
-            const F update = g_3 * reciprocal(sqrt(variance) + eps);           // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
+            const F update = g_3 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
@@ -324,18 +324,18 @@ struct rmsprop_bfloat16_centered {
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                              // bf16, nearest
+            const F p = widen_bfloat16(p_stored);                        // bf16, nearest
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_2;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_2, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
-            const F update = g_2 * reciprocal(sqrt(variance) + eps);           // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
+            const F update = g_2 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -370,18 +370,18 @@ struct rmsprop_float16_centered {
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                                  // f16, nearest
+            const F p = widen_half(p_stored);                            // f16, nearest
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_2;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_2, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
-            const F update = g_2 * reciprocal(sqrt(variance) + eps);           // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
+            const F update = g_2 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
@@ -419,16 +419,16 @@ struct rmsprop_float32_centered_has_momentum {
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_3 = fma(weight_decay, p, g_2);                           // 27  g = l2(g, p, weight_decay)
+            const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_3;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_3, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_3, reciprocal(sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 38  p = p - lr * update
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
@@ -464,20 +464,20 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                              // bf16, nearest
+            const F p = widen_bfloat16(p_stored);                        // bf16, nearest
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_2;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_2, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, reciprocal(sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 38  p = p - lr * update
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -515,20 +515,20 @@ struct rmsprop_float16_centered_has_momentum {
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                                  // f16, nearest
+            const F p = widen_half(p_stored);                            // f16, nearest
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_2;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_2, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, reciprocal(sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 38  p = p - lr * update
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);

@@ -34,7 +34,7 @@ def rmsprop_float32_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
@@ -95,7 +95,7 @@ def rmsprop_bfloat16_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
@@ -158,7 +158,7 @@ def rmsprop_float16_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
@@ -220,7 +220,7 @@ def rmsprop_float32_has_momentum_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
@@ -288,7 +288,7 @@ def rmsprop_bfloat16_has_momentum_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
@@ -358,7 +358,7 @@ def rmsprop_float16_has_momentum_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
@@ -422,14 +422,14 @@ def rmsprop_float32_centered_tile(
     square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
-    update = g * reciprocal(tl.sqrt(variance) + eps)                 # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
+    update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
+    p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
@@ -490,14 +490,14 @@ def rmsprop_bfloat16_centered_tile(
     square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
-    update = g * reciprocal(tl.sqrt(variance) + eps)                 # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
+    update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
+    p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -560,14 +560,14 @@ def rmsprop_float16_centered_tile(
     square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
-    update = g * reciprocal(tl.sqrt(variance) + eps)                 # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
+    update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
+    p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
@@ -629,15 +629,15 @@ def rmsprop_float32_centered_has_momentum_tile(
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
-    p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
@@ -706,15 +706,15 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
-    p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -785,15 +785,15 @@ def rmsprop_float16_centered_has_momentum_tile(
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
-    p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)

@@ -9,7 +9,7 @@
 //     p           3 B  bf16 and 8 more bits, stochastic
 //                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 //     square_avg  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
@@ -92,7 +92,7 @@ struct rmsprop_float32 {
                 const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
+                const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
                 const F p_sqrt = sqrt(square_avg_2);
                 const F update = g_3 * reciprocal(p_sqrt + eps);           // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
@@ -178,7 +178,7 @@ struct rmsprop_float32_small {
             const F square_avg = load(square_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                      // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
             const F update = g_3 * reciprocal(sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                       // 38  p = p - lr * update
             store(p_at + i, p_2);
@@ -267,7 +267,7 @@ struct rmsprop_bfloat16 {
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+                const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
                 const F p_sqrt = sqrt(square_avg_2);
                 const F update = g_2 / (p_sqrt + eps);                     // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
@@ -377,7 +377,7 @@ struct rmsprop_bfloat16_small {
             const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             const F update = g_2 / (sqrt(square_avg_2) + eps);     // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                // 38  p = p - lr * update
             const I word_and = lane(i);
@@ -478,7 +478,7 @@ struct rmsprop_float16 {
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+                const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
                 const F p_sqrt = sqrt(square_avg_2);
                 const F update = g_2 / (p_sqrt + eps);                     // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
@@ -605,7 +605,7 @@ struct rmsprop_float16_small {
             const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             const F update = g_2 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
             const I word_and = lane(i);
@@ -724,7 +724,7 @@ struct rmsprop_float32_has_momentum {
                 const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
+                const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
                 const F p_sqrt = sqrt(square_avg_2);
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_3, reciprocal(p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 * reciprocal_of_normal(254.0f - momentum_buffer_bend)));
@@ -829,7 +829,7 @@ struct rmsprop_float32_has_momentum_small {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);            // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_3, reciprocal(sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
@@ -938,7 +938,7 @@ struct rmsprop_bfloat16_has_momentum {
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+                const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
                 const F p_sqrt = sqrt(square_avg_2);
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
@@ -1067,7 +1067,7 @@ struct rmsprop_bfloat16_has_momentum_small {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);     // 38  p = p - lr * update
@@ -1188,7 +1188,7 @@ struct rmsprop_float16_has_momentum {
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+                const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
                 const F p_sqrt = sqrt(square_avg_2);
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
@@ -1334,7 +1334,7 @@ struct rmsprop_float16_has_momentum_small {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
@@ -1398,7 +1398,7 @@ struct rmsprop_float32_centered {
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
         alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float p_mul_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I grad_avg_top_kept[TILE / BLOCK];
@@ -1454,15 +1454,16 @@ struct rmsprop_float32_centered {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F p = load(p_at + i);
-                const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
+                const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
+                const F p_mul = one_minus_alpha * g_3;
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
+                const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(one_minus_alpha, g_3, grad_avg_scale_mul * (grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value));
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
-                const F update = g_3 * reciprocal(sqrt(variance) + eps);   // 34  update = g / (sqrt(variance) + eps)
-                const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
+                const F update = g_3 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
+                const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1524,8 +1525,8 @@ struct rmsprop_float32_centered {
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F p_abs = abs(grad_avg_value);
-                take_larger(grad_avg_top, bits(p_abs), i, end);
+                const F grad_avg_scale_abs = abs(grad_avg_value);
+                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store(square_avg_at + i, square_avg_code_2);
             }
@@ -1538,18 +1539,18 @@ struct rmsprop_float32_centered {
             const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
-            const F p_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(p_mul_kept + b, p_mul);
+            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const F p_mul(p_mul_kept[b]);
+            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), p_mul)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -1583,15 +1584,15 @@ struct rmsprop_float32_centered_small {
             const F p = load(p_at + i);
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
-            const F g_3 = fma(weight_decay, p, g_2);                           // 27  g = l2(g, p, weight_decay)
+            const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_3;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_3, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
-            const F update = g_3 * reciprocal(sqrt(variance) + eps);           // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
+            const F update = g_3 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
@@ -1636,7 +1637,7 @@ struct rmsprop_bfloat16_centered {
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
         alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float p_mul_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I grad_avg_top_kept[TILE / BLOCK];
@@ -1693,18 +1694,19 @@ struct rmsprop_bfloat16_centered {
                 const I grad_avg_code = load(grad_avg_at + i);
                 const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
+                const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+                const F p_mul = one_minus_alpha * g_2;
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(one_minus_alpha, g_2, grad_avg_scale_mul * (grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value));
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
-                const F update = g_2 * reciprocal(sqrt(variance) + eps);   // 34  update = g / (sqrt(variance) + eps)
-                const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
+                const F update = g_2 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
+                const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1769,8 +1771,8 @@ struct rmsprop_bfloat16_centered {
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F p_abs = abs(grad_avg_value);
-                take_larger(grad_avg_top, bits(p_abs), i, end);
+                const F grad_avg_scale_abs = abs(grad_avg_value);
+                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store(square_avg_at + i, square_avg_code_2);
             }
@@ -1783,18 +1785,18 @@ struct rmsprop_bfloat16_centered {
             const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
-            const F p_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(p_mul_kept + b, p_mul);
+            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const F p_mul(p_mul_kept[b]);
+            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), p_mul)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -1846,18 +1848,18 @@ struct rmsprop_bfloat16_centered_small {
             const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));              // bf16 and 8 more bits, stochastic
+            const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_2;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_2, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
-            const F update = g_2 / (sqrt(variance) + eps);                     // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
+            const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1908,7 +1910,7 @@ struct rmsprop_float16_centered {
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
         alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float p_mul_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I grad_avg_top_kept[TILE / BLOCK];
@@ -1974,15 +1976,16 @@ struct rmsprop_float16_centered {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+                const F p_mul = one_minus_alpha * g_2;
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(one_minus_alpha, g_2, grad_avg_scale_mul * (grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value));
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
-                const F update = g_2 / (sqrt(variance) + eps);             // 34  update = g / (sqrt(variance) + eps)
-                const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
+                const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
+                const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2058,8 +2061,8 @@ struct rmsprop_float16_centered {
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F p_abs = abs(grad_avg_value);
-                take_larger(grad_avg_top, bits(p_abs), i, end);
+                const F grad_avg_scale_abs = abs(grad_avg_value);
+                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store(square_avg_at + i, square_avg_code_2);
             }
@@ -2072,18 +2075,18 @@ struct rmsprop_float16_centered {
             const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
-            const F p_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(p_mul_kept + b, p_mul);
+            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const F p_mul(p_mul_kept[b]);
+            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), p_mul)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -2144,15 +2147,15 @@ struct rmsprop_float16_centered_small {
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_2;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_2, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
-            const F update = g_2 / (sqrt(variance) + eps);                     // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
+            const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2222,7 +2225,7 @@ struct rmsprop_float32_centered_has_momentum {
         alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
         alignas(64) float p_mul_2_kept[TILE / BLOCK];
-        alignas(64) float p_mul_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
@@ -2301,25 +2304,26 @@ struct rmsprop_float32_centered_has_momentum {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F p = load(p_at + i);
-                const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
+                const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
+                const F p_mul = one_minus_alpha * g_3;
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
+                const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(one_minus_alpha, g_3, grad_avg_scale_mul * (grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value));
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_3, reciprocal(sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 * reciprocal_of_normal(254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);           // 38  p = p - lr * update
+                const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise = word_xor_2 ^ rotl(word, word_add);         // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);     // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor_2 ^ rotl(word, word_add);           // 32 random bits: hash(element, tensor, step)
+                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const F p_abs_2 = abs(momentum_buffer);
+                const F p_abs = abs(momentum_buffer);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(momentum_buffer_top, bits(p_abs_2), i, end);
+                take_larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -2388,9 +2392,9 @@ struct rmsprop_float32_centered_has_momentum {
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg * reciprocal_of_normal(square_avg_value_2);
-                const F p_abs = abs(grad_avg_value);
+                const F grad_avg_scale_abs = abs(grad_avg_value);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
-                take_larger(grad_avg_top, bits(p_abs), i, end);
+                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store(square_avg_at + i, square_avg_code_2);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
@@ -2404,18 +2408,18 @@ struct rmsprop_float32_centered_has_momentum {
             const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
-            const F p_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(p_mul_kept + b, p_mul);
+            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const F p_mul(p_mul_kept[b]);
+            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), p_mul)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -2452,16 +2456,16 @@ struct rmsprop_float32_centered_has_momentum_small {
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_3 = fma(weight_decay, p, g_2);                           // 27  g = l2(g, p, weight_decay)
+            const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_3;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_3 * g_3, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_3, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_3, reciprocal(sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 38  p = p - lr * update
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
@@ -2516,7 +2520,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
         alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
         alignas(64) float p_mul_2_kept[TILE / BLOCK];
-        alignas(64) float p_mul_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
@@ -2596,30 +2600,31 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
+                const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+                const F p_mul = one_minus_alpha * g_2;
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(one_minus_alpha, g_2, grad_avg_scale_mul * (grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value));
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 * reciprocal_of_normal(254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);           // 38  p = p - lr * update
+                const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise = word_xor_2 ^ rotl(word, word_add);         // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);     // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor_2 ^ rotl(word, word_add);           // 32 random bits: hash(element, tensor, step)
+                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const F p_abs_2 = abs(momentum_buffer);
+                const F p_abs = abs(momentum_buffer);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise_2 & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(momentum_buffer_top, bits(p_abs_2), i, end);
+                take_larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -2689,9 +2694,9 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg * reciprocal_of_normal(square_avg_value_2);
-                const F p_abs = abs(grad_avg_value);
+                const F grad_avg_scale_abs = abs(grad_avg_value);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
-                take_larger(grad_avg_top, bits(p_abs), i, end);
+                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store(square_avg_at + i, square_avg_code_2);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
@@ -2705,18 +2710,18 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
-            const F p_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(p_mul_kept + b, p_mul);
+            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const F p_mul(p_mul_kept[b]);
+            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), p_mul)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -2770,20 +2775,20 @@ struct rmsprop_bfloat16_centered_has_momentum_small {
             const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));              // bf16 and 8 more bits, stochastic
+            const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_2;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_2, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 38  p = p - lr * update
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2844,7 +2849,7 @@ struct rmsprop_float16_centered_has_momentum {
         alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
         alignas(64) float p_mul_2_kept[TILE / BLOCK];
-        alignas(64) float p_mul_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
@@ -2933,22 +2938,23 @@ struct rmsprop_float16_centered_has_momentum {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+                const F p_mul = one_minus_alpha * g_2;
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
+                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(one_minus_alpha, g_2, grad_avg_scale_mul * (grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value));
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);           // 38  p = p - lr * update
+                const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise = word_xor_2 ^ rotl(word, word_add);         // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);     // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor_2 ^ rotl(word, word_add);           // 32 random bits: hash(element, tensor, step)
+                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const F p_abs_2 = abs(momentum_buffer);
+                const F p_abs = abs(momentum_buffer);
                 const I p_bitcast = bits(p_2);
                 const I p_magnitude = p_bitcast & 2147483647;
                 const I p_rebiased = p_magnitude + -939524096;
@@ -2964,7 +2970,7 @@ struct rmsprop_float16_centered_has_momentum {
                 const I p_kept = p_word;
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(momentum_buffer_top, bits(p_abs_2), i, end);
+                take_larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -3034,9 +3040,9 @@ struct rmsprop_float16_centered_has_momentum {
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg * reciprocal_of_normal(square_avg_value_2);
-                const F p_abs = abs(grad_avg_value);
+                const F grad_avg_scale_abs = abs(grad_avg_value);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
-                take_larger(grad_avg_top, bits(p_abs), i, end);
+                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store(square_avg_at + i, square_avg_code_2);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
@@ -3050,18 +3056,18 @@ struct rmsprop_float16_centered_has_momentum {
             const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
-            const F p_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(p_mul_kept + b, p_mul);
+            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const F p_mul(p_mul_kept[b]);
+            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), p_mul)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -3125,16 +3131,16 @@ struct rmsprop_float16_centered_has_momentum_small {
             const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+            const F p_mul = one_minus_alpha * g_2;
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha, g_2 * g_2, alpha * square_avg);
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(one_minus_alpha, g_2, alpha * grad_avg);
+            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 38  p = p - lr * update
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);

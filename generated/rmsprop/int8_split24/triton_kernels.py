@@ -9,7 +9,7 @@
 #     p           3 B  bf16 and 8 more bits, stochastic
 #                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 #     square_avg  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
@@ -43,7 +43,7 @@ def rmsprop_float32_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     p_sqrt = tl.sqrt(square_avg)
     update = g * reciprocal(p_sqrt + eps)                            # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
@@ -154,7 +154,7 @@ def rmsprop_float32_small_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
@@ -228,7 +228,7 @@ def rmsprop_bfloat16_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     p_sqrt = tl.sqrt(square_avg)
     update = g * reciprocal(p_sqrt + eps)                            # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
@@ -348,7 +348,7 @@ def rmsprop_bfloat16_small_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
@@ -444,7 +444,7 @@ def rmsprop_float16_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     p_sqrt = tl.sqrt(square_avg)
     update = g * reciprocal(p_sqrt + eps)                            # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
@@ -581,7 +581,7 @@ def rmsprop_float16_small_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
@@ -685,7 +685,7 @@ def rmsprop_float32_has_momentum_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     p_sqrt = tl.sqrt(square_avg)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
@@ -817,7 +817,7 @@ def rmsprop_float32_has_momentum_small_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
@@ -903,7 +903,7 @@ def rmsprop_bfloat16_has_momentum_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     p_sqrt = tl.sqrt(square_avg)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
@@ -1044,7 +1044,7 @@ def rmsprop_bfloat16_has_momentum_small_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
@@ -1152,7 +1152,7 @@ def rmsprop_float16_has_momentum_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     p_sqrt = tl.sqrt(square_avg)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
@@ -1310,7 +1310,7 @@ def rmsprop_float16_has_momentum_small_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
@@ -1417,16 +1417,16 @@ def rmsprop_float32_centered_tile(
     square_avg = square_avg_value * square_avg_value
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(one_minus_alpha, g, grad_avg_scale_mul[:, None] * (grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value))
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
-    update = g * reciprocal(tl.sqrt(variance) + eps)                 # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
+    update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
+    p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1456,13 +1456,13 @@ def rmsprop_float32_centered_tile(
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    p_abs = tl.abs(grad_avg_value)
+    grad_avg_scale_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    p_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
@@ -1553,14 +1553,14 @@ def rmsprop_float32_centered_small_tile(
     square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
-    update = g * reciprocal(tl.sqrt(variance) + eps)                 # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
+    update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
+    p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
@@ -1640,16 +1640,16 @@ def rmsprop_bfloat16_centered_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(one_minus_alpha, g, grad_avg_scale_mul[:, None] * (grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value))
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
-    update = g * reciprocal(tl.sqrt(variance) + eps)                 # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
+    update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
+    p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1679,13 +1679,13 @@ def rmsprop_bfloat16_centered_tile(
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    p_abs = tl.abs(grad_avg_value)
+    grad_avg_scale_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    p_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
     p_low = (p_word >> 8).to(tl.uint8)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -1785,14 +1785,14 @@ def rmsprop_bfloat16_centered_small_tile(
     square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
-    update = g * reciprocal(tl.sqrt(variance) + eps)                 # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
+    update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
+    p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1894,16 +1894,16 @@ def rmsprop_float16_centered_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(one_minus_alpha, g, grad_avg_scale_mul[:, None] * (grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value))
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
-    update = g * reciprocal(tl.sqrt(variance) + eps)                 # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
+    update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
+    p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1933,13 +1933,13 @@ def rmsprop_float16_centered_tile(
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    p_abs = tl.abs(grad_avg_value)
+    grad_avg_scale_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    p_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_magnitude = p_bitcast & 2147483647
     p_rebiased = p_magnitude + -939524096
@@ -2056,14 +2056,14 @@ def rmsprop_float16_centered_small_tile(
     square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
-    update = g * reciprocal(tl.sqrt(variance) + eps)                 # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
+    update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
+    p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -2174,18 +2174,18 @@ def rmsprop_float32_centered_has_momentum_tile(
     square_avg = square_avg_value * square_avg_value
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(one_minus_alpha, g, grad_avg_scale_mul[:, None] * (grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value))
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
-    p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
     word_mul = word_xor * 2146121005
@@ -2224,13 +2224,13 @@ def rmsprop_float32_centered_has_momentum_tile(
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    p_abs = tl.abs(grad_avg_value)
+    grad_avg_scale_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    p_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
@@ -2337,15 +2337,15 @@ def rmsprop_float32_centered_has_momentum_small_tile(
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
-    p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
@@ -2439,18 +2439,18 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(one_minus_alpha, g, grad_avg_scale_mul[:, None] * (grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value))
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
-    p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
     word_mul = word_xor * 2146121005
@@ -2489,13 +2489,13 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    p_abs = tl.abs(grad_avg_value)
+    grad_avg_scale_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    p_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
@@ -2613,15 +2613,15 @@ def rmsprop_bfloat16_centered_has_momentum_small_tile(
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
-    p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -2735,18 +2735,18 @@ def rmsprop_float16_centered_has_momentum_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(one_minus_alpha, g, grad_avg_scale_mul[:, None] * (grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value))
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
-    p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
     word_mul = word_xor * 2146121005
@@ -2785,13 +2785,13 @@ def rmsprop_float16_centered_has_momentum_tile(
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    p_abs = tl.abs(grad_avg_value)
+    grad_avg_scale_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    p_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
@@ -2926,15 +2926,15 @@ def rmsprop_float16_centered_has_momentum_small_tile(
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha, g * g, alpha * square_avg)
-    grad_avg = tl.fma(one_minus_alpha, g, alpha * grad_avg)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
+    p_mul = one_minus_alpha * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
-    p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261

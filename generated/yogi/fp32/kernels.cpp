@@ -35,13 +35,13 @@ struct yogi_float32 {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F grad_scale_times_grad_scale(scalars[5]);
         const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F minus_grad_scale_times_grad_scale(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[10]);
+        const F scalar_4(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
+        const F scalar_7(scalars[10]);
         const F scalar_8(scalars[11]);
         const F scalar_9(scalars[12]);
-        const F scalar_10(scalars[13]);
 
         // -- elements: decode, update  (specs/yogi.py)
         for (int i = 0; i < count; i += W) {
@@ -55,9 +55,9 @@ struct yogi_float32 {
             // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-            const F exp_avg_sq_3 = fma(scalar_5, sign(fma(minus_grad_scale_times_grad_scale, g * g, exp_avg_sq_2)) * g * g, exp_avg_sq_2);
+            const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq_2)) * g), g, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_8, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_9, scalar_10)), p_2);
+            const F p_3 = fma(-fma(scalar_7, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_3);
@@ -81,13 +81,13 @@ struct yogi_bfloat16 {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F grad_scale_times_grad_scale(scalars[5]);
         const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F minus_grad_scale_times_grad_scale(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[10]);
+        const F scalar_4(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
+        const F scalar_7(scalars[10]);
         const F scalar_8(scalars[11]);
         const F scalar_9(scalars[12]);
-        const F scalar_10(scalars[13]);
 
         // -- elements: decode, update, encode  (specs/yogi.py)
         for (int i = 0; i < count; i += W) {
@@ -103,9 +103,9 @@ struct yogi_bfloat16 {
             // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-            const F exp_avg_sq_3 = fma(scalar_5, sign(fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq_2)) * g_cast * g_cast, exp_avg_sq_2);
+            const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq_2)) * g_cast), g_cast, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_8, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_9, scalar_10)), p_2);
+            const F p_3 = fma(-fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -131,13 +131,13 @@ struct yogi_float16 {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F grad_scale_times_grad_scale(scalars[5]);
         const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F minus_grad_scale_times_grad_scale(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[10]);
+        const F scalar_4(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
+        const F scalar_7(scalars[10]);
         const F scalar_8(scalars[11]);
         const F scalar_9(scalars[12]);
-        const F scalar_10(scalars[13]);
 
         // -- elements: decode, update  (specs/yogi.py)
         for (int i = 0; i < count; i += W) {
@@ -153,9 +153,9 @@ struct yogi_float16 {
             // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-            const F exp_avg_sq_3 = fma(scalar_5, sign(fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq_2)) * g_cast * g_cast, exp_avg_sq_2);
+            const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq_2)) * g_cast), g_cast, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_8, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_9, scalar_10)), p_2);
+            const F p_3 = fma(-fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9)), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_3);

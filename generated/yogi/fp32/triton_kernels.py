@@ -26,9 +26,9 @@ from optgen.runtime.triton_prelude import get, pointer, put, reciprocal, sign
 def yogi_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale,
-    where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale, scalar_5,
-    one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8, scalar_9,
-    scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    where_lt_one_t_zero_initial_accumulator, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -43,9 +43,9 @@ def yogi_float32_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g * g, exp_avg_sq)) * g * g, exp_avg_sq)
+    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_8, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(-tl.fma(scalar_7, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -57,11 +57,10 @@ def yogi_float32(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    minus_grad_scale_times_grad_scale: tl.float32, scalar_5: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_8: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
+    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -86,9 +85,9 @@ def yogi_float32(
         yogi_float32_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-            scalar_5, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8,
-            scalar_9, scalar_10, step_key, stream_key, False,
+            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+            scalar_9, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -97,9 +96,9 @@ def yogi_float32(
         yogi_float32_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-            scalar_5, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8,
-            scalar_9, scalar_10, step_key, stream_key, True,
+            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+            scalar_9, step_key, stream_key, True,
         )
 
 
@@ -107,9 +106,9 @@ def yogi_float32(
 def yogi_bfloat16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale,
-    where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale, scalar_5,
-    one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8, scalar_9,
-    scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    where_lt_one_t_zero_initial_accumulator, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -126,9 +125,9 @@ def yogi_bfloat16_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq)) * g_cast * g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_8, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(-tl.fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -142,11 +141,10 @@ def yogi_bfloat16(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    minus_grad_scale_times_grad_scale: tl.float32, scalar_5: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_8: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
+    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -171,9 +169,9 @@ def yogi_bfloat16(
         yogi_bfloat16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-            scalar_5, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8,
-            scalar_9, scalar_10, step_key, stream_key, False,
+            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+            scalar_9, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -182,9 +180,9 @@ def yogi_bfloat16(
         yogi_bfloat16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-            scalar_5, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8,
-            scalar_9, scalar_10, step_key, stream_key, True,
+            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+            scalar_9, step_key, stream_key, True,
         )
 
 
@@ -192,9 +190,9 @@ def yogi_bfloat16(
 def yogi_float16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale,
-    where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale, scalar_5,
-    one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8, scalar_9,
-    scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    where_lt_one_t_zero_initial_accumulator, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -211,9 +209,9 @@ def yogi_float16_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq)) * g_cast * g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_8, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(-tl.fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -225,11 +223,10 @@ def yogi_float16(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    minus_grad_scale_times_grad_scale: tl.float32, scalar_5: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_8: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
+    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -254,9 +251,9 @@ def yogi_float16(
         yogi_float16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-            scalar_5, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8,
-            scalar_9, scalar_10, step_key, stream_key, False,
+            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+            scalar_9, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -265,9 +262,9 @@ def yogi_float16(
         yogi_float16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-            scalar_5, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8,
-            scalar_9, scalar_10, step_key, stream_key, True,
+            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+            scalar_9, step_key, stream_key, True,
         )
 
 

@@ -11,7 +11,7 @@
 #     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 #                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
@@ -44,15 +44,14 @@ def kernel_scalars(step, grad_scale, *, lr, betas, initial_accumulator, eps, wei
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     grad_scale_times_grad_scale = grad_scale * grad_scale
     where_lt_one_t_zero_initial_accumulator = 0 if 1 < step else initial_accumulator
-    minus_grad_scale_times_grad_scale = -grad_scale_times_grad_scale
-    scalar_5 = -((1 - beta2) * grad_scale_times_grad_scale)
+    scalar_4 = (1 - beta2) * grad_scale_times_grad_scale
     one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
-    scalar_7 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
-    scalar_8 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_6 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_7 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
     return (
         beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-        scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
+        grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+        one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7,
     )
 
 
@@ -63,18 +62,17 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, initial_accumulator, eps, w
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     grad_scale_times_grad_scale = grad_scale * grad_scale
     where_lt_one_t_zero_initial_accumulator = 0 if 1 < step else initial_accumulator
-    minus_grad_scale_times_grad_scale = -grad_scale_times_grad_scale
-    scalar_5 = -((1 - beta2) * grad_scale_times_grad_scale)
+    scalar_4 = (1 - beta2) * grad_scale_times_grad_scale
     one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
-    scalar_8 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
-    scalar_9 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta2_pow_t
-    scalar_10 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
+    scalar_7 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
+    scalar_8 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta2_pow_t
+    scalar_9 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
     return (
         beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-        scalar_5, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8,
-        scalar_9, scalar_10,
+        grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+        one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+        scalar_9,
     )
 
 
@@ -95,7 +93,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'minus_grad_scale_times_grad_scale', 'scalar_5', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_6', 'scalar_7'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -116,7 +114,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'minus_grad_scale_times_grad_scale', 'scalar_5', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_8', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8', 'scalar_9'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -140,7 +138,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'minus_grad_scale_times_grad_scale', 'scalar_5', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_6', 'scalar_7'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -162,7 +160,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'minus_grad_scale_times_grad_scale', 'scalar_5', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_8', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8', 'scalar_9'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -186,7 +184,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'minus_grad_scale_times_grad_scale', 'scalar_5', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_6', 'scalar_7'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -208,7 +206,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'minus_grad_scale_times_grad_scale', 'scalar_5', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_8', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8', 'scalar_9'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,

@@ -11,7 +11,7 @@
 //     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 //                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-//                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+//                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 // clang-format off
@@ -37,11 +37,11 @@ struct yogi_float32 {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F grad_scale_times_grad_scale(scalars[5]);
         const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F minus_grad_scale_times_grad_scale(scalars[7]);
-        const F scalar_5(scalars[8]);
+        const F scalar_4(scalars[7]);
+        const F scalar_6(scalars[9]);
         const F scalar_7(scalars[10]);
-        const F scalar_8(scalars[11]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -114,9 +114,9 @@ struct yogi_float32 {
                 // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
                 const F exp_avg_sq = fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator);
                 // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-                const F exp_avg_sq_2 = fma(scalar_5, sign(fma(minus_grad_scale_times_grad_scale, g * g, exp_avg_sq)) * g * g, exp_avg_sq);
+                const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq);
                 // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8)), p_2);
+                const F p_3 = fma(-exp_avg, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -203,13 +203,13 @@ struct yogi_float32_small {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F grad_scale_times_grad_scale(scalars[5]);
         const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F minus_grad_scale_times_grad_scale(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[10]);
+        const F scalar_4(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
+        const F scalar_7(scalars[10]);
         const F scalar_8(scalars[11]);
         const F scalar_9(scalars[12]);
-        const F scalar_10(scalars[13]);
 
         // -- elements: decode, update  (specs/yogi.py)
         for (int i = 0; i < count; i += W) {
@@ -223,9 +223,9 @@ struct yogi_float32_small {
             // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-            const F exp_avg_sq_3 = fma(scalar_5, sign(fma(minus_grad_scale_times_grad_scale, g * g, exp_avg_sq_2)) * g * g, exp_avg_sq_2);
+            const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq_2)) * g), g, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_8, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_9, scalar_10)), p_2);
+            const F p_3 = fma(-fma(scalar_7, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_3);
@@ -252,11 +252,11 @@ struct yogi_bfloat16 {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F grad_scale_times_grad_scale(scalars[5]);
         const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F minus_grad_scale_times_grad_scale(scalars[7]);
-        const F scalar_5(scalars[8]);
+        const F scalar_4(scalars[7]);
+        const F scalar_6(scalars[9]);
         const F scalar_7(scalars[10]);
-        const F scalar_8(scalars[11]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -334,9 +334,9 @@ struct yogi_bfloat16 {
                 // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
                 const F exp_avg_sq = fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator);
                 // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-                const F exp_avg_sq_2 = fma(scalar_5, sign(fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq)) * g_cast * g_cast, exp_avg_sq);
+                const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq);
                 // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8)), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -427,13 +427,13 @@ struct yogi_bfloat16_small {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F grad_scale_times_grad_scale(scalars[5]);
         const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F minus_grad_scale_times_grad_scale(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[10]);
+        const F scalar_4(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
+        const F scalar_7(scalars[10]);
         const F scalar_8(scalars[11]);
         const F scalar_9(scalars[12]);
-        const F scalar_10(scalars[13]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -468,9 +468,9 @@ struct yogi_bfloat16_small {
             // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-            const F exp_avg_sq_3 = fma(scalar_5, sign(fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq_2)) * g_cast * g_cast, exp_avg_sq_2);
+            const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq_2)) * g_cast), g_cast, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_8, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_9, scalar_10), p_2);
+            const F p_3 = fma(-fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -503,11 +503,11 @@ struct yogi_float16 {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F grad_scale_times_grad_scale(scalars[5]);
         const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F minus_grad_scale_times_grad_scale(scalars[7]);
-        const F scalar_5(scalars[8]);
+        const F scalar_4(scalars[7]);
+        const F scalar_6(scalars[9]);
         const F scalar_7(scalars[10]);
-        const F scalar_8(scalars[11]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -591,9 +591,9 @@ struct yogi_float16 {
                 // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
                 const F exp_avg_sq = fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator);
                 // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-                const F exp_avg_sq_2 = fma(scalar_5, sign(fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq)) * g_cast * g_cast, exp_avg_sq);
+                const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq);
                 // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -695,13 +695,13 @@ struct yogi_float16_small {
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F grad_scale_times_grad_scale(scalars[5]);
         const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F minus_grad_scale_times_grad_scale(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[10]);
+        const F scalar_4(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
+        const F scalar_7(scalars[10]);
         const F scalar_8(scalars[11]);
         const F scalar_9(scalars[12]);
-        const F scalar_10(scalars[13]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -742,9 +742,9 @@ struct yogi_float16_small {
             // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-            const F exp_avg_sq_3 = fma(scalar_5, sign(fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq_2)) * g_cast * g_cast, exp_avg_sq_2);
+            const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq_2)) * g_cast), g_cast, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_8, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_9, scalar_10), p_2);
+            const F p_3 = fma(-fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);

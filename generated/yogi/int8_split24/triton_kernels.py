@@ -11,7 +11,7 @@
 #     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 #                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span 32 octaves; reads as at most one cell more where the root is 32 octaves under the block's maximum or under 2^-63
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
@@ -27,8 +27,8 @@ def yogi_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
     live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-    minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-    step_key, stream_key, MASKED: tl.constexpr,
+    scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -57,9 +57,9 @@ def yogi_float32_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = tl.fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator)
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g * g, exp_avg_sq)) * g * g, exp_avg_sq)
+    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -104,10 +104,9 @@ def yogi_float32(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    minus_grad_scale_times_grad_scale: tl.float32, scalar_5: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -141,8 +140,7 @@ def yogi_float32(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
                 live_block, number, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-                step_key, stream_key, True,
+                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -161,8 +159,7 @@ def yogi_float32(
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-                step_key, stream_key, False,
+                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -174,8 +171,7 @@ def yogi_float32(
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
                 before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-                step_key, stream_key, True,
+                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
             )
 
 
@@ -183,9 +179,9 @@ def yogi_float32(
 def yogi_float32_small_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale,
-    where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale, scalar_5,
-    one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8, scalar_9,
-    scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    where_lt_one_t_zero_initial_accumulator, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -200,9 +196,9 @@ def yogi_float32_small_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g * g, exp_avg_sq)) * g * g, exp_avg_sq)
+    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_8, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(-tl.fma(scalar_7, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -214,11 +210,10 @@ def yogi_float32_small(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    minus_grad_scale_times_grad_scale: tl.float32, scalar_5: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_8: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
+    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -243,9 +238,9 @@ def yogi_float32_small(
         yogi_float32_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-            scalar_5, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8,
-            scalar_9, scalar_10, step_key, stream_key, False,
+            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+            scalar_9, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -254,9 +249,9 @@ def yogi_float32_small(
         yogi_float32_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
             eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-            scalar_5, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8,
-            scalar_9, scalar_10, step_key, stream_key, True,
+            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+            scalar_9, step_key, stream_key, True,
         )
 
 
@@ -265,8 +260,8 @@ def yogi_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
     at_block, live, live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-    minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-    step_key, stream_key, MASKED: tl.constexpr,
+    scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -300,9 +295,9 @@ def yogi_bfloat16_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = tl.fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator)
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq)) * g_cast * g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -350,10 +345,9 @@ def yogi_bfloat16(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    minus_grad_scale_times_grad_scale: tl.float32, scalar_5: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -388,8 +382,7 @@ def yogi_bfloat16(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 where, block, live, live_block, number, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-                step_key, stream_key, True,
+                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -409,8 +402,7 @@ def yogi_bfloat16(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-                step_key, stream_key, False,
+                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -422,8 +414,7 @@ def yogi_bfloat16(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-                step_key, stream_key, True,
+                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
             )
 
 
@@ -431,9 +422,9 @@ def yogi_bfloat16(
 def yogi_bfloat16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
     eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-    scalar_5, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8,
-    scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+    one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+    scalar_9, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -453,9 +444,9 @@ def yogi_bfloat16_small_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq)) * g_cast * g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_8, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(-tl.fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -478,11 +469,10 @@ def yogi_bfloat16_small(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    minus_grad_scale_times_grad_scale: tl.float32, scalar_5: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_8: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
+    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -511,8 +501,8 @@ def yogi_bfloat16_small(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             at, 0, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-            minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8, scalar_9, scalar_10, step_key, stream_key, False,
+            scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+            scalar_8, scalar_9, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -522,8 +512,8 @@ def yogi_bfloat16_small(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             live, 0, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-            minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8, scalar_9, scalar_10, step_key, stream_key, True,
+            scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+            scalar_8, scalar_9, step_key, stream_key, True,
         )
 
 
@@ -532,8 +522,8 @@ def yogi_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
     at_block, live, live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-    minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-    step_key, stream_key, MASKED: tl.constexpr,
+    scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -573,9 +563,9 @@ def yogi_float16_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = tl.fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator)
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq)) * g_cast * g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -634,10 +624,9 @@ def yogi_float16(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    minus_grad_scale_times_grad_scale: tl.float32, scalar_5: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -672,8 +661,7 @@ def yogi_float16(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 where, block, live, live_block, number, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-                step_key, stream_key, True,
+                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -693,8 +681,7 @@ def yogi_float16(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-                step_key, stream_key, False,
+                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -706,8 +693,7 @@ def yogi_float16(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t, scalar_7, scalar_8,
-                step_key, stream_key, True,
+                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
             )
 
 
@@ -715,9 +701,9 @@ def yogi_float16(
 def yogi_float16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
     eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, minus_grad_scale_times_grad_scale,
-    scalar_5, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8,
-    scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
+    one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+    scalar_9, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -743,9 +729,9 @@ def yogi_float16_small_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(scalar_5, sign(tl.fma(minus_grad_scale_times_grad_scale, g_cast * g_cast, exp_avg_sq)) * g_cast * g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_8, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(-tl.fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -779,11 +765,10 @@ def yogi_float16_small(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    minus_grad_scale_times_grad_scale: tl.float32, scalar_5: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_8: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
+    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -812,8 +797,8 @@ def yogi_float16_small(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             at, 0, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-            minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8, scalar_9, scalar_10, step_key, stream_key, False,
+            scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+            scalar_8, scalar_9, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -823,8 +808,8 @@ def yogi_float16_small(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
             live, 0, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-            minus_grad_scale_times_grad_scale, scalar_5, one_over_sqrt_one_minus_beta2_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_8, scalar_9, scalar_10, step_key, stream_key, True,
+            scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+            scalar_8, scalar_9, step_key, stream_key, True,
         )
 
 

@@ -1,0 +1,3 @@
+from optgen.formats import Plan, floats
+
+swapped = Plan("bf16 weights.", master=floats.bf16)

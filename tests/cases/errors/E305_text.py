@@ -1,0 +1,3 @@
+from optgen.formats import Plan
+
+worded = Plan("8-bit moments.", signed="int8")
