@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 # Optimizers step in eager torch unless a test asks for more: exact, and without a compiler's run at each first step.
 os.environ["OPTGEN_BACKEND"] = "reference"
+
+# Kernels that tests compile stay beside what else pytest keeps, and out of the user's cache.
+os.environ.setdefault("OPTGEN_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 
 
 # What tests/test_product.py samples; workers of pytest-xdist inherit it from the process that starts them.

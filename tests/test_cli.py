@@ -181,7 +181,7 @@ def test_version_and_help(run: Run) -> None:
         (["explain", "adamw", "--param", "bfloat17"], "E411"),
         (["explain", "adamw", "--flag", "amsgrd"], "E411"),
         (["show", "adamw", "--maths", "loose"], "E411"),
-        (["build", "--backend", "cpp"], "E411"),
+        (["build", "--backend", "cuda"], "E411"),
         (["build"], "E414"),
         (["new", "1st"], "E409"),
         (["new", "plans"], "E409"),

@@ -1,6 +1,6 @@
 """Benchmarks of the CPU backend on this machine, beside torch's optimizers and those of other libraries.
 
-    .venv/bin/python tools/bench_cpu.py                   everything; about ten minutes where all peers are installed
+    .venv/bin/python tools/bench_cpu.py                   everything; about half an hour where all peers are installed
     .venv/bin/python tools/bench_cpu.py --quick           under a minute: no peers, fewer sizes and rounds
     .venv/bin/python tools/bench_cpu.py --only int8 --sizes 3e7 --threads 1
 
@@ -106,9 +106,7 @@ class Bench:
         self.clock.say(f"{self.machine['cpu']}, torch {self.machine['torch']}: {len(entrants)} contenders")
         for threads in self.threads:
             for size in self.sizes:
-                # What compiles anew for every shape says the same of small tensors, at a high price.
-                chosen = [c for c in entrants if not (c.slow and size.whole_step)]
-                found = race.section(size, threads, chosen, self.rounds, loop, self.clock.say)
+                found = race.section(size, threads, entrants, self.rounds, loop, self.clock.say)
                 self.data["sections"].append(found)
                 self.data["targets"] = race.judge(self.data["sections"], self.machine["vectors"])
                 self.save()

@@ -201,6 +201,11 @@ TABLE: dict[str, Row] = {
         "it says which files optgen wrote; without it they cannot be told from yours; nothing was changed",
         "restore it (git checkout), or build with --force to write the folder anew",
     ),
+    "E416": Row(
+        "C++ kernels were printed, but not compiled: {why}",
+        "they are compiled at their first step, too, or step in eager PyTorch",
+        "`optgen doctor` shows which compiler is used; CXX names another",
+    ),
 }
 
 

@@ -69,6 +69,8 @@ class Outcome:
     skipped: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     diff: str = ""
+    folder: Path = Path()
+    packages: list[str] = field(default_factory=list)  # what was printed now: "adamw/int8_split24"
 
     @property
     def clean(self) -> bool:
@@ -154,6 +156,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     kept = {k: v for k, v in manifest.files.items() if k not in stale}
     new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs)
     files[MANIFEST] = new.text()
+    outcome.folder, outcome.packages = out, [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
     _compare(out, files, stale, outcome)
     if request.check:
         return outcome

@@ -88,7 +88,7 @@ def build(
     plan: Annotated[list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed).")] = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option("--backend", help="triton, cpp or reference (repeatable; the reference is always there)."),
+        typer.Option("--backend", help="triton, cpp (compiled at once) or reference (repeatable; the reference is always there)."),
     ] = None,
     out: Annotated[str | None, typer.Option("--out", help="The folder to write. [default: generated]")] = None,
     maths: Annotated[str | None, typer.Option("--maths", help="strict or fast kernels. [default: fast]")] = None,
@@ -127,6 +127,11 @@ def build(
             force,
         )
         outcome = b.build(request, lambda items, total: t.track(items, total, "printing"))
+        if "cpp" in (backend or ()) and not check:
+            from optgen.driver.ahead import compile_ahead, kernels_of
+
+            jobs = kernels_of(outcome.folder, outcome.packages)
+            t.result["compiled"] = compile_ahead(jobs, lambda items, total: t.track(items, total, "compiling"))
         _tell_build(t, outcome, check)
 
 
@@ -149,7 +154,8 @@ def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:
             t.show(f"{outcome.out} is up to date ({outcome.unchanged} files)")
         return
     changed = f"{len(outcome.written)} written, {len(outcome.removed)} removed, {outcome.unchanged} unchanged"
-    t.show(f"{outcome.out}: {changed}")
+    compiled = f", {t.result['compiled']} C++ kernels compiled" if "compiled" in t.result else ""
+    t.show(f"{outcome.out}: {changed}{compiled}")
 
 
 @app.command("list")

@@ -36,8 +36,8 @@ def doctor() -> list[Line]:
         Line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
     ]
     lines += [_package(name, "missing") for name in NEEDED]
-    lines.append(_package("triton", "note", "without Triton every optimizer runs in eager PyTorch: right, but slow"))
-    lines += [_guarded("gpu", _gpu), _guarded("compiler", _compiler), _guarded("cache", _cache)]
+    lines.append(_package("triton", "note", "without Triton optimizers step in eager PyTorch on GPUs: right, but slow"))
+    lines += [_guarded("gpu", _gpu), _guarded("cpu", _cpu), _guarded("compiler", _compiler), _guarded("cache", _cache)]
     if os.environ.get("TRITON_INTERPRET") == "1":
         lines.append(Line("TRITON_INTERPRET", "1", "note", "Triton kernels are interpreted: right, but very slow"))
     return lines
@@ -63,10 +63,20 @@ def _gpu() -> Line:
 
     if not torch.cuda.is_available():
         build = f"PyTorch's build: {torch.version.cuda or torch.version.hip or 'CPU'}"
-        return Line("gpu", "none", "note", f"{build}; optimizers run in eager PyTorch, kernels in Triton's interpreter")
+        return Line("gpu", "none", "note", f"{build}; optimizers step on the CPU, Triton's kernels in its interpreter")
     names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     version = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     return Line("gpu", f"{', '.join(names)} ({version})")
+
+
+def _cpu() -> Line:
+    from optgen.runtime import native
+
+    found = native.describe()
+    if found["problem"]:
+        return Line("cpu", "eager PyTorch", "note", f"{found['problem']}; optimizers step on the CPU many times slower")
+    kept = f"{found['kernels']} kernels in {found['cache']}" + ("" if found["writable"] else ", which takes no more")
+    return Line("cpu", f"{found['isa']}, {found['version']}; {kept}")
 
 
 def _compiler() -> Line:

@@ -39,7 +39,7 @@ class Arena:
     """Room for tensors of the given sizes in bytes; what does not fit, or is small in all, is allocated as usual.
 
     >>> arena = Arena([1 << 20, 1 << 20])
-    >>> a, b = (arena.empty((1 << 20,), torch.uint8) for _ in range(2))
+    >>> a, b = (arena.zeros((1 << 20,), torch.uint8) for _ in range(2))
     >>> (a.data_ptr() - b.data_ptr()) % PAGE != 0, a.untyped_storage().nbytes() == 1 << 20
     (True, True)
     """

@@ -206,9 +206,9 @@ class Variant:
     def codec_name(self) -> str:
         return self.codec or self.function
 
-    def host_for(self, triton: bool) -> tuple[HostFunction, int]:
+    def host_for(self, kernel: bool) -> tuple[HostFunction, int]:
         """(host function, number of scalars that it returns before the host states) of a backend."""
-        if triton and self.kernel_host is not None and self.kernel_scalars is not None:
+        if kernel and self.kernel_host is not None and self.kernel_scalars is not None:
             return self.kernel_host, len(self.kernel_scalars)
         return self.host, len(self.scalars)
 

@@ -32,11 +32,9 @@ class Entrant(Contender):
     """A contender on a CPU.
 
     isa   the code path, "" for the one that the machine would take
-    slow  what takes seconds per step on a large model, or compiles anew for every shape
     """
 
     isa: str = ""
-    slow: bool = False
 
     def path(self) -> Any:
         """Inside, kernels are compiled and loaded for this entrant's code path."""
@@ -115,12 +113,12 @@ def peers() -> tuple[list[Entrant], dict[str, str]]:
         if isinstance(ao, str):
             missing[f"torchao {name}"] = ao
         else:
-            found.append(entrant(f"torchao {name} fp32", FP32, kept, _with_adamw(getattr(ao, name)), slow=True))
+            found.append(entrant(f"torchao {name} fp32", FP32, kept, _with_adamw(getattr(ao, name))))
     bnb = imported("bitsandbytes", "optim")
     if isinstance(bnb, str):
         missing["bitsandbytes AdamW8bit"] = bnb
     else:
-        found.append(entrant("bitsandbytes AdamW8bit fp32", FP32, 6.03, _with_adamw(bnb.optim.AdamW8bit), slow=True))
+        found.append(entrant("bitsandbytes AdamW8bit fp32", FP32, 6.03, _with_adamw(bnb.optim.AdamW8bit)))
     return found, missing
 
 

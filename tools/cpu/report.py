@@ -76,6 +76,13 @@ def target_table(targets: Sequence[Mapping[str, Any]]) -> tuple[Head, Rows]:
     return ("target", "against", "size", "threads", "at least", "measured", ""), rows
 
 
+def settled(targets: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """(those that were measured, a sentence about the rest)."""
+    measured = [t for t in targets if t["measured"] is not None]
+    others = len(targets) - len(measured)
+    return measured, [f"Targets of which this run measured nothing: {others}."] if others else []
+
+
 def digits(value: float) -> str:
     """Three of them.
 
@@ -95,7 +102,10 @@ def show_section(section: Mapping[str, Any]) -> None:
 
 
 def show_targets(targets: Sequence[Mapping[str, Any]]) -> None:
-    show("Targets", *target_table(targets))
+    measured, rest = settled(targets)
+    if measured:
+        show("Targets", *target_table(measured))
+    print(*rest, sep="\n", flush=True)
 
 
 def show(title: str, head: Head, rows: Rows) -> None:
@@ -136,7 +146,9 @@ def markdown(data: Mapping[str, Any], picture: str | None) -> str:
         "",
     ]
     if data.get("targets"):
-        lines += ["## Targets", "", *table(*target_table(data["targets"]))]
+        measured, rest = settled(data["targets"])
+        lines += ["## Targets", ""] + (table(*target_table(measured)) if measured else [])
+        lines += [*rest, ""] if rest else []
     if picture:
         lines += [f"![time per parameter over bytes per parameter]({picture})", ""]
     for section in data["sections"]:

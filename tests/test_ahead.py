@@ -1,0 +1,30 @@
+"""`optgen build --backend cpp`: printed and compiled, so that the first step finds its kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from optgen.driver import ahead
+from optgen.driver.build import Request, build
+from optgen.runtime import cpu, native
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
+
+
+def test_the_first_step_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path / "kernels"))
+    outcome = build(Request(("lion",), ("int8_split24",), ("cpp",)))
+    assert outcome.packages == ["lion/int8_split24"]
+    jobs = ahead.kernels_of(outcome.folder, outcome.packages)
+    assert {job.name for job in jobs} >= {"lion_bfloat16-bfloat16", "lion_float32-float32", "lion_float16-float16"}
+    (one,) = (job for job in jobs if job.name == "lion_bfloat16-bfloat16")
+    assert ahead.compile_ahead([one], lambda items, total: items) == 1
+    native._known.clear()
+    monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("compiled again"))
+    plan = ahead._plan(outcome.folder / "lion/int8_split24", "lion/int8_split24")
+    (found,) = native.load([cpu.job(plan, "lion_bfloat16", torch.bfloat16)])
+    assert not isinstance(found, native.Unavailable)
