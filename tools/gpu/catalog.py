@@ -90,8 +90,16 @@ def _cases_of(name: str) -> Iterator[Case]:
         listed: Sequence[Variant] = plan_module(cls, plan).VARIANTS
         seen = {(v.param, tuple(v.flags.items())) for v in listed}
         for param, flags in sorted(seen):
+            if not _can_be(cls, dict(flags)):
+                continue
             changed = tuple(k if on else f"no_{k}" for k, on in flags if usual[k] != on)
             yield Case(name, cls.SPEC, plan, param, flags, changed)
+
+
+def _can_be(cls: Any, setting: Mapping[str, bool]) -> bool:
+    """Whether options bring about these flags: none is on beside a hyper-parameter that is 0 and that it needs."""
+    off = {f.nonzero for f in cls.FLAGS if f.nonzero is not None and not setting[f.name]}
+    return not any(setting[f.name] and f.needs in off for f in cls.FLAGS)
 
 
 def _usual(cls: Any) -> dict[str, bool]:
@@ -113,6 +121,8 @@ def options(case: Case, **wanted: float) -> dict[str, Any]:
     for flag in cls.FLAGS:
         if flag.nonzero is None:
             chosen[flag.name] = setting.get(flag.name, flag.default)
+            if chosen[flag.name] and flag.excludes is not None:
+                chosen[flag.excludes] = 0.0
         else:
             on = setting.get(flag.name, bool(hypers[flag.nonzero]))
             chosen[flag.nonzero] = (hypers[flag.nonzero] or 0.9) if on else 0.0
