@@ -23,35 +23,35 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
 def adan_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr, exp_avg_sq_ptr,
     exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
+    beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
     one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-    one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
-    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_diff_scale = get(exp_avg_diff_scale_ptr, at_block, live_block, MASKED)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
     exp_avg_diff_scale = tl.where(exp_avg_diff_scale_bits == 2139095040, 2139095039, exp_avg_diff_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
-    exp_avg_diff_code = (exp_avg_diff_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -66,7 +66,7 @@ def adan_float32_tile(
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
     prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
     prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
-    prev_grad_code = (prev_grad_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    prev_grad_code = counter(prev_grad_code) - 8388736.0
     prev_grad_bend = tl.abs(prev_grad_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -75,7 +75,7 @@ def adan_float32_tile(
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    prev_grad_scale_neg = -prev_grad_scale
+    prev_grad_scale_neg = minus(prev_grad_scale)
     prev_grad_scale_fma = tl.fma(prev_grad_scale_neg[:, None], prev_grad_code * reciprocal(254.0 - prev_grad_bend), g_2)
     exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
@@ -86,7 +86,7 @@ def adan_float32_tile(
     exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
     prev_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
     # 34  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 35  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
@@ -134,7 +134,6 @@ def adan_float32_tile(
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_grad_scale_add[:, None]
     prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], prev_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     g_abs = tl.abs(g_2)
     prev_grad_top = block_magnitude(g_2, live, MASKED)
@@ -147,7 +146,7 @@ def adan_float32_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(prev_grad_ptr, at, tl.fma(g_2, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
@@ -155,14 +154,12 @@ def adan_float32_tile(
 
 @triton.jit
 def adan_float32(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, has_prev: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
-    beta2_times_where_lt_one_t_one_zero: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
-    scalar_8: tl.float32, scalar_9: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
+    beta2_times_where_lt_one_t_one_zero: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32,
+    diff_lr: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -199,10 +196,9 @@ def adan_float32(
             adan_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr, exp_avg_sq_ptr,
                 exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block, number, beta1,
-                beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
+                beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-                one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -218,16 +214,31 @@ def adan_float32(
         prev_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adan_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_diff_ptr + start + odd * TILE,
+                    exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, prev_grad_ptr + start + odd * TILE,
+                    prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
+                    avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
+                    False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adan_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start, prev_grad_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, beta2, beta3, eps, grad_scale, has_prev,
+                at_block, at, at_block, before + start + at, beta1, beta2, beta3, grad_scale,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
-                beta2_times_where_lt_one_t_one_zero, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr,
-                diff_lr, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                beta2_times_where_lt_one_t_one_zero, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -238,25 +249,24 @@ def adan_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start, prev_grad_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, beta3, eps, grad_scale, has_prev,
+                at_block, live, live_block, before + start + at, beta1, beta2, beta3, grad_scale,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
-                beta2_times_where_lt_one_t_one_zero, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr,
-                diff_lr, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                beta2_times_where_lt_one_t_one_zero, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def adan_float32_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
-    one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-    one_over_sqrt_one_minus_beta3_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-    scalar_9, scalar_10, scalar_11, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live, beta1, beta2,
+    beta3, grad_scale, one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+    beta2_times_where_lt_one_t_one_zero, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1,
+    scalar_5, scalar_6, scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
@@ -273,7 +283,7 @@ def adan_float32_small_tile(
     # 30  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
     # 34  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-(tl.fma(scalar_7, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_9, g_sub, scalar_8 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_10, scalar_11)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, g_sub, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 35  p = proximal(p, lr, weight_decay)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -285,15 +295,13 @@ def adan_float32_small_tile(
 
 @triton.jit
 def adan_float32_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, has_prev: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
     beta2_times_where_lt_one_t_one_zero: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
-    scalar_11: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -306,8 +314,6 @@ def adan_float32_small(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -317,15 +323,26 @@ def adan_float32_small(
     exp_avg_sq_ptr += origin
     prev_grad_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adan_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_diff_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                prev_grad_ptr + start + odd * TILE, at, at, beta1, beta2, beta3, grad_scale,
+                one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+                beta2_times_where_lt_one_t_one_zero, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adan_float32_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, 0, at, 0, at, beta1, beta2, beta3, eps, grad_scale, has_prev,
-            one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
-            beta2_times_where_lt_one_t_one_zero, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, scalar_10, scalar_11,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+            prev_grad_ptr + start, at, at, beta1, beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
+            one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -333,11 +350,10 @@ def adan_float32_small(
         live = at < count - start
         adan_float32_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, 0, live, 0, at, beta1, beta2, beta3, eps, grad_scale, has_prev,
-            one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
-            beta2_times_where_lt_one_t_one_zero, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, scalar_10, scalar_11,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+            prev_grad_ptr + start, at, live, beta1, beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
+            one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, True,
         )
 
 
@@ -345,33 +361,31 @@ def adan_float32_small(
 def adan_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
     exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, at, at_block, live, live_block,
-    index, beta1, beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
+    index, beta1, beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
     one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-    one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
-    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     g = grad_scale * g_cast
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_diff_scale = get(exp_avg_diff_scale_ptr, at_block, live_block, MASKED)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
     exp_avg_diff_scale = tl.where(exp_avg_diff_scale_bits == 2139095040, 2139095039, exp_avg_diff_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
-    exp_avg_diff_code = (exp_avg_diff_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -386,16 +400,17 @@ def adan_bfloat16_tile(
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
     prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
     prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
-    prev_grad_code = (prev_grad_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    prev_grad_code = counter(prev_grad_code) - 8388736.0
     prev_grad_bend = tl.abs(prev_grad_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adan.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    prev_grad_scale_neg = -prev_grad_scale
+    prev_grad_scale_neg = minus(prev_grad_scale)
     prev_grad_scale_fma = tl.fma(prev_grad_scale_neg[:, None], prev_grad_code * reciprocal(254.0 - prev_grad_bend), g)
     exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
@@ -406,7 +421,7 @@ def adan_bfloat16_tile(
     exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
     prev_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
     # 34  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 35  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
@@ -454,7 +469,6 @@ def adan_bfloat16_tile(
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_grad_scale_add[:, None]
     prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], prev_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     g_abs = tl.abs(g)
     prev_grad_top = block_magnitude(g, live, MASKED)
@@ -462,7 +476,7 @@ def adan_bfloat16_tile(
     prev_grad_up = tl.where(prev_grad_top < 2139095040, prev_grad_up, 2143289344)
     prev_grad_divisor = tl.minimum(prev_grad_up & 2147450880, 2139095039)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     g_mul = prev_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -470,7 +484,7 @@ def adan_bfloat16_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
@@ -478,14 +492,12 @@ def adan_bfloat16_tile(
 
 @triton.jit
 def adan_bfloat16(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, has_prev: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
-    beta2_times_where_lt_one_t_one_zero: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
-    scalar_8: tl.float32, scalar_9: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
+    beta2_times_where_lt_one_t_one_zero: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32,
+    diff_lr: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -523,10 +535,9 @@ def adan_bfloat16(
             adan_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
                 exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block,
-                number, beta1, beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
+                number, beta1, beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-                one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -543,16 +554,30 @@ def adan_bfloat16(
         prev_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adan_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_diff_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    prev_grad_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, beta3, grad_scale,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+                    beta2_times_where_lt_one_t_one_zero, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adan_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
                 prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta1, beta2,
-                beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-                one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
+                beta3, grad_scale, one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+                beta2_times_where_lt_one_t_one_zero, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
             )
         tile = count // TILE
@@ -565,32 +590,29 @@ def adan_bfloat16(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
                 prev_grad_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1, beta2,
-                beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-                one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
+                beta3, grad_scale, one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+                beta2_times_where_lt_one_t_one_zero, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def adan_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, at_block,
-    live, live_block, index, beta1, beta2, beta3, eps, grad_scale, has_prev,
-    one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
-    beta2_times_where_lt_one_t_one_zero, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, scalar_10, scalar_11,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live,
+    index, beta1, beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
+    one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     g = grad_scale * g_cast
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
@@ -605,7 +627,7 @@ def adan_bfloat16_small_tile(
     # 30  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
     # 34  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-(tl.fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_9, g_sub, scalar_8 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_10, scalar_11)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, g_sub, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 35  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -617,7 +639,7 @@ def adan_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -628,15 +650,13 @@ def adan_bfloat16_small_tile(
 
 @triton.jit
 def adan_bfloat16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, has_prev: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
     beta2_times_where_lt_one_t_one_zero: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
-    scalar_11: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -650,7 +670,6 @@ def adan_bfloat16_small(
     exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -663,15 +682,28 @@ def adan_bfloat16_small(
     prev_grad_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adan_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_diff_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, prev_grad_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
+                one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adan_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, 0, at, 0, before + start + at, beta1, beta2, beta3,
-            eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
-            one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-            one_over_sqrt_one_minus_beta3_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, scalar_10, scalar_11, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, before + start + at, beta1, beta2, beta3,
+            grad_scale, one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+            beta2_times_where_lt_one_t_one_zero, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key,
+            stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -679,11 +711,11 @@ def adan_bfloat16_small(
         live = at < count - start
         adan_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, 0, live, 0, before + start + at, beta1, beta2, beta3,
-            eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
-            one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-            one_over_sqrt_one_minus_beta3_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, scalar_10, scalar_11, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, live, before + start + at, beta1, beta2, beta3,
+            grad_scale, one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+            beta2_times_where_lt_one_t_one_zero, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key,
+            stream_key, True,
         )
 
 
@@ -691,10 +723,10 @@ def adan_bfloat16_small(
 def adan_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
     exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, at, at_block, live, live_block,
-    index, beta1, beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
+    index, beta1, beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
     one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-    one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
-    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -715,14 +747,14 @@ def adan_float16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_diff_scale = get(exp_avg_diff_scale_ptr, at_block, live_block, MASKED)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
     exp_avg_diff_scale = tl.where(exp_avg_diff_scale_bits == 2139095040, 2139095039, exp_avg_diff_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
-    exp_avg_diff_code = (exp_avg_diff_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -737,7 +769,7 @@ def adan_float16_tile(
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
     prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
     prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
-    prev_grad_code = (prev_grad_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    prev_grad_code = counter(prev_grad_code) - 8388736.0
     prev_grad_bend = tl.abs(prev_grad_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -747,7 +779,7 @@ def adan_float16_tile(
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    prev_grad_scale_neg = -prev_grad_scale
+    prev_grad_scale_neg = minus(prev_grad_scale)
     prev_grad_scale_fma = tl.fma(prev_grad_scale_neg[:, None], prev_grad_code * reciprocal(254.0 - prev_grad_bend), g)
     exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
@@ -758,7 +790,7 @@ def adan_float16_tile(
     exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
     prev_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
     # 34  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 35  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
@@ -806,7 +838,6 @@ def adan_float16_tile(
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_grad_scale_add[:, None]
     prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], prev_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     g_abs = tl.abs(g)
     prev_grad_top = block_magnitude(g, live, MASKED)
@@ -833,7 +864,7 @@ def adan_float16_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
@@ -841,14 +872,12 @@ def adan_float16_tile(
 
 @triton.jit
 def adan_float16(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, has_prev: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
-    beta2_times_where_lt_one_t_one_zero: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
-    scalar_8: tl.float32, scalar_9: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
+    beta2_times_where_lt_one_t_one_zero: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32,
+    diff_lr: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -886,10 +915,9 @@ def adan_float16(
             adan_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
                 exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block,
-                number, beta1, beta2, beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
+                number, beta1, beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-                one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -906,16 +934,30 @@ def adan_float16(
         prev_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adan_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_diff_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    prev_grad_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, beta3, grad_scale,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+                    beta2_times_where_lt_one_t_one_zero, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adan_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
                 prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta1, beta2,
-                beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-                one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
+                beta3, grad_scale, one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+                beta2_times_where_lt_one_t_one_zero, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
             )
         tile = count // TILE
@@ -928,20 +970,18 @@ def adan_float16(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
                 prev_grad_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1, beta2,
-                beta3, eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-                one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_8, scalar_9,
+                beta3, grad_scale, one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+                beta2_times_where_lt_one_t_one_zero, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def adan_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, at_block,
-    live, live_block, index, beta1, beta2, beta3, eps, grad_scale, has_prev,
-    one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
-    beta2_times_where_lt_one_t_one_zero, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, scalar_10, scalar_11,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live,
+    index, beta1, beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
+    one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -974,7 +1014,7 @@ def adan_float16_small_tile(
     # 30  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3, ahead * ahead, beta3 * exp_avg_sq)
     # 34  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-(tl.fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_9, g_sub, scalar_8 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_10, scalar_11)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, g_sub, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 35  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -1008,15 +1048,13 @@ def adan_float16_small_tile(
 
 @triton.jit
 def adan_float16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, has_prev: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32,
     beta2_times_where_lt_one_t_one_zero: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
-    scalar_11: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1030,7 +1068,6 @@ def adan_float16_small(
     exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1043,15 +1080,28 @@ def adan_float16_small(
     prev_grad_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adan_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_diff_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, prev_grad_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, beta3, grad_scale, one_minus_beta1_times_grad_scale,
+                one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adan_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, 0, at, 0, before + start + at, beta1, beta2, beta3,
-            eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
-            one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-            one_over_sqrt_one_minus_beta3_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, scalar_10, scalar_11, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, before + start + at, beta1, beta2, beta3,
+            grad_scale, one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+            beta2_times_where_lt_one_t_one_zero, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key,
+            stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1059,11 +1109,11 @@ def adan_float16_small(
         live = at < count - start
         adan_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, 0, live, 0, before + start + at, beta1, beta2, beta3,
-            eps, grad_scale, has_prev, one_minus_beta1_times_grad_scale,
-            one_minus_beta2_times_where_lt_one_t_one_zero, beta2_times_where_lt_one_t_one_zero, one_minus_beta3,
-            one_over_sqrt_one_minus_beta3_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, scalar_10, scalar_11, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, live, before + start + at, beta1, beta2, beta3,
+            grad_scale, one_minus_beta1_times_grad_scale, one_minus_beta2_times_where_lt_one_t_one_zero,
+            beta2_times_where_lt_one_t_one_zero, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key,
+            stream_key, True,
         )
 
 

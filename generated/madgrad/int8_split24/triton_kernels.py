@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def madgrad_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
@@ -45,7 +45,7 @@ def madgrad_float32_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -70,7 +70,7 @@ def madgrad_float32_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -94,7 +94,6 @@ def madgrad_float32_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -104,7 +103,7 @@ def madgrad_float32_tile(
     p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, z, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -158,8 +157,19 @@ def madgrad_float32(
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
+                    grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
+                    step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_float32_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
@@ -179,12 +189,12 @@ def madgrad_float32(
 
 @triton.jit
 def madgrad_float32_small_tile(
-    p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, at, live, weight_decay, eps, grad_scale,
+    one_over_0p1111111111111111, weight, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     s = get(s_ptr, at, live, MASKED)
@@ -208,7 +218,7 @@ def madgrad_float32_small_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
     # -- encode and store
     put(p_ptr, at, z, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -230,8 +240,6 @@ def madgrad_float32_small(
     grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -239,19 +247,28 @@ def madgrad_float32_small(
     grad_sum_sq_ptr += origin
     s_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
+                s_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at, weight_decay, eps,
+            grad_scale, one_over_0p1111111111111111, weight, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         madgrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, live, 0, at, weight_decay,
-            eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live, weight_decay, eps,
+            grad_scale, one_over_0p1111111111111111, weight, True,
         )
 
 
@@ -264,11 +281,9 @@ def madgrad_bfloat16_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
@@ -282,10 +297,11 @@ def madgrad_bfloat16_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
@@ -307,7 +323,7 @@ def madgrad_bfloat16_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -331,7 +347,6 @@ def madgrad_bfloat16_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -341,10 +356,10 @@ def madgrad_bfloat16_tile(
     p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -401,8 +416,19 @@ def madgrad_bfloat16(
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
+                    step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
@@ -424,19 +450,17 @@ def madgrad_bfloat16(
 
 @triton.jit
 def madgrad_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, live, index, weight_decay, eps, grad_scale,
+    one_over_0p1111111111111111, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
@@ -458,7 +482,7 @@ def madgrad_bfloat16_small_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -469,7 +493,7 @@ def madgrad_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -492,7 +516,6 @@ def madgrad_bfloat16_small(
     grad_sum_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -503,11 +526,21 @@ def madgrad_bfloat16_small(
     s_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
+                step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at,
-            0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
+            before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
             stream_key, False,
         )
     tile = count // TILE
@@ -515,9 +548,9 @@ def madgrad_bfloat16_small(
     if start < count:
         live = at < count - start
         madgrad_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0,
-            live, 0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live,
+            before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
+            stream_key, True,
         )
 
 
@@ -553,7 +586,7 @@ def madgrad_float16_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     # f16 and 8 more bits, stochastic
@@ -579,7 +612,7 @@ def madgrad_float16_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -603,7 +636,6 @@ def madgrad_float16_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -627,7 +659,7 @@ def madgrad_float16_tile(
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -684,8 +716,19 @@ def madgrad_float16(
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
+                    step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
@@ -707,9 +750,8 @@ def madgrad_float16(
 
 @triton.jit
 def madgrad_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, live, index, weight_decay, eps, grad_scale,
+    one_over_0p1111111111111111, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -747,7 +789,7 @@ def madgrad_float16_small_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -792,7 +834,6 @@ def madgrad_float16_small(
     grad_sum_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -803,11 +844,21 @@ def madgrad_float16_small(
     s_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
+                step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at,
-            0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
+            before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
             stream_key, False,
         )
     tile = count // TILE
@@ -815,9 +866,9 @@ def madgrad_float16_small(
     if start < count:
         live = at < count - start
         madgrad_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0,
-            live, 0, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live,
+            before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
+            stream_key, True,
         )
 
 
@@ -829,7 +880,7 @@ def madgrad_float32_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
@@ -844,7 +895,7 @@ def madgrad_float32_has_momentum_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -862,7 +913,7 @@ def madgrad_float32_has_momentum_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -887,7 +938,6 @@ def madgrad_float32_has_momentum_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -897,7 +947,7 @@ def madgrad_float32_has_momentum_tile(
     p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, p, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -956,8 +1006,19 @@ def madgrad_float32_has_momentum(
         x0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_float32_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
+                    grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, x0_ptr + start + odd * TILE, at, at_block, at,
+                    at_block, before + start + odd * TILE + at, weight_decay, eps, grad_scale, weight,
+                    one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, at, at_block,
@@ -979,13 +1040,12 @@ def madgrad_float32_has_momentum(
 
 @triton.jit
 def madgrad_float32_has_momentum_small_tile(
-    p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, live, weight_decay, eps, grad_scale, weight,
+    one_over_0p1111111111111111, one_minus_momentum, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
@@ -1002,7 +1062,7 @@ def madgrad_float32_has_momentum_small_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -1028,8 +1088,6 @@ def madgrad_float32_has_momentum_small(
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1038,21 +1096,28 @@ def madgrad_float32_has_momentum_small(
     s_ptr += origin
     x0_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_float32_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
+                s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight,
+                one_over_0p1111111111111111, one_minus_momentum, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, at, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, at,
+            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         madgrad_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, live, 0, at,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-            stream_key, True,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, live,
+            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, True,
         )
 
 
@@ -1065,11 +1130,9 @@ def madgrad_bfloat16_has_momentum_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
@@ -1083,10 +1146,11 @@ def madgrad_bfloat16_has_momentum_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = get(x0_ptr, at, live, MASKED)
@@ -1101,7 +1165,7 @@ def madgrad_bfloat16_has_momentum_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -1126,7 +1190,6 @@ def madgrad_bfloat16_has_momentum_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -1136,10 +1199,10 @@ def madgrad_bfloat16_has_momentum_tile(
     p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -1200,8 +1263,19 @@ def madgrad_bfloat16_has_momentum(
         x0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_bfloat16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, before + start + odd * TILE + at, weight_decay,
+                    eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
@@ -1223,19 +1297,18 @@ def madgrad_bfloat16_has_momentum(
 
 @triton.jit
 def madgrad_bfloat16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, live, index, weight_decay, eps,
+    grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
@@ -1250,7 +1323,7 @@ def madgrad_bfloat16_has_momentum_small_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -1262,7 +1335,7 @@ def madgrad_bfloat16_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -1288,7 +1361,6 @@ def madgrad_bfloat16_has_momentum_small(
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1300,11 +1372,21 @@ def madgrad_bfloat16_has_momentum_small(
     x0_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_bfloat16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
+                one_minus_momentum, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_bfloat16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, 0, at, 0, before + start + at, weight_decay, eps, grad_scale, weight,
+            x0_ptr + start, at, at, before + start + at, weight_decay, eps, grad_scale, weight,
             one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
         )
     tile = count // TILE
@@ -1313,7 +1395,7 @@ def madgrad_bfloat16_has_momentum_small(
         live = at < count - start
         madgrad_bfloat16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, 0, live, 0, before + start + at, weight_decay, eps, grad_scale, weight,
+            x0_ptr + start, at, live, before + start + at, weight_decay, eps, grad_scale, weight,
             one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
         )
 
@@ -1350,7 +1432,7 @@ def madgrad_float16_has_momentum_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     # f16 and 8 more bits, stochastic
@@ -1369,7 +1451,7 @@ def madgrad_float16_has_momentum_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -1394,7 +1476,6 @@ def madgrad_float16_has_momentum_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -1418,7 +1499,7 @@ def madgrad_float16_has_momentum_tile(
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -1479,8 +1560,19 @@ def madgrad_float16_has_momentum(
         x0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_float16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, before + start + odd * TILE + at, weight_decay,
+                    eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
@@ -1502,9 +1594,9 @@ def madgrad_float16_has_momentum(
 
 @triton.jit
 def madgrad_float16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, live, index, weight_decay, eps,
+    grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1535,7 +1627,7 @@ def madgrad_float16_has_momentum_small_tile(
     p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
     p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -1584,7 +1676,6 @@ def madgrad_float16_has_momentum_small(
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1596,11 +1687,21 @@ def madgrad_float16_has_momentum_small(
     x0_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_float16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
+                one_minus_momentum, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_float16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, 0, at, 0, before + start + at, weight_decay, eps, grad_scale, weight,
+            x0_ptr + start, at, at, before + start + at, weight_decay, eps, grad_scale, weight,
             one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
         )
     tile = count // TILE
@@ -1609,7 +1710,7 @@ def madgrad_float16_has_momentum_small(
         live = at < count - start
         madgrad_float16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, 0, live, 0, before + start + at, weight_decay, eps, grad_scale, weight,
+            x0_ptr + start, at, live, before + start + at, weight_decay, eps, grad_scale, weight,
             one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
         )
 

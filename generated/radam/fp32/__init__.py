@@ -116,8 +116,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
     scalar_6 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6,
+        beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive,
+        plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6,
     )
 
 
@@ -199,7 +199,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -220,7 +220,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -241,7 +241,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,

@@ -57,16 +57,16 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     r_inf = max(rho_inf, 5)
     # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
     rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
+    plain = 0 if 5 < rho else 1                                      # 34  plain = where(rho > 5, 0.0, 1.0)
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
     # 33  adaptive = where(rho > 5, 1 / (rect * sqrt(correction)), 0.0)
     adaptive = divide(1, rect * root(correction)) if 5 < rho else 0
-    plain = 0 if 5 < rho else 1                                      # 34  plain = where(rho > 5, 0.0, 1.0)
-    scalar_4 = 1 if lr / (1 - beta1**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step))
-    scalar_5 = divide(max(plain, 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) < 7.888609052210118e-31 else lr / (1 - beta1**step))
+    scalar_3 = 1 if lr / (1 - beta1**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step))
+    scalar_4 = divide(max(plain, 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) < 7.888609052210118e-31 else lr / (1 - beta1**step))
     return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, plain, scalar_4,
-        scalar_5,
+        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
+        scalar_4,
     )
 
 
@@ -132,17 +132,17 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
     r_inf = max(rho_inf, 5)
     # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
     rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
+    plain = 0 if 5 < rho else 1                                      # 34  plain = where(rho > 5, 0.0, 1.0)
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
     # 33  adaptive = where(rho > 5, 1 / (rect * sqrt(correction)), 0.0)
     adaptive = divide(1, rect * root(correction)) if 5 < rho else 0
-    plain = 0 if 5 < rho else 1                                      # 34  plain = where(rho > 5, 0.0, 1.0)
-    scalar_5 = 1 if lr / (1 - beta1**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step))
-    scalar_6 = divide(max(plain, 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) < 7.888609052210118e-31 else lr / (1 - beta1**step))
+    scalar_4 = 1 if lr / (1 - beta1**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step))
+    scalar_5 = divide(max(plain, 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) < 7.888609052210118e-31 else lr / (1 - beta1**step))
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, adaptive, plain, scalar_5, scalar_6,
+        beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive,
+        scalar_4, scalar_5,
     )
 
 
@@ -167,8 +167,8 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay):
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
     scalar_6 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6,
+        beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive,
+        plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6,
     )
 
 
@@ -189,7 +189,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -234,7 +234,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -280,7 +280,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -325,7 +325,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -346,7 +346,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
@@ -370,7 +370,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -392,7 +392,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
@@ -416,7 +416,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -438,7 +438,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'plain', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,

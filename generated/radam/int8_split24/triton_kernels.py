@@ -19,18 +19,18 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
 def radam_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
     live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    adaptive, plain, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
+    adaptive, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -45,7 +45,7 @@ def radam_float32_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -59,7 +59,7 @@ def radam_float32_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(adaptive * (p_sqrt + eps), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(adaptive * (p_sqrt + eps), scalar_3, scalar_4)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -99,7 +99,7 @@ def radam_float32_tile(
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -107,8 +107,8 @@ def radam_float32_tile(
 def radam_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, adaptive: tl.float32,
-    plain: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """radam: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -141,7 +141,7 @@ def radam_float32(
             radam_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
                 live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
+                adaptive, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -153,13 +153,24 @@ def radam_float32(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                radam_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, adaptive, scalar_3, scalar_4, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             radam_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                adaptive, plain, scalar_4, scalar_5, step_key, stream_key, False,
+                adaptive, scalar_3, scalar_4, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -170,19 +181,19 @@ def radam_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
                 before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
+                adaptive, scalar_3, scalar_4, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def radam_float32_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, plain,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, eps, weight_decay, grad_scale,
+    one_minus_beta1, one_minus_beta2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
@@ -195,7 +206,7 @@ def radam_float32_small_tile(
     # 35  denom = adaptive * (sqrt(exp_avg_sq) + eps) + plain
     denom = tl.fma(adaptive, tl.sqrt(exp_avg_sq) + eps, plain)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(denom), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -219,8 +230,6 @@ def radam_float32_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -228,21 +237,31 @@ def radam_float32_small(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            radam_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, eps, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         radam_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, plain,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, plain,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         radam_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, plain,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, plain,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, True,
         )
 
 
@@ -250,16 +269,14 @@ def radam_float32_small(
 def radam_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
     at_block, live, live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-    one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_beta2, adaptive, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -273,9 +290,10 @@ def radam_bfloat16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/radam.py)
@@ -287,7 +305,7 @@ def radam_bfloat16_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(adaptive * (p_sqrt + eps), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(adaptive * (p_sqrt + eps), scalar_3, scalar_4)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -325,12 +343,12 @@ def radam_bfloat16_tile(
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -338,8 +356,8 @@ def radam_bfloat16_tile(
 def radam_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, adaptive: tl.float32,
-    plain: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """radam: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -373,7 +391,7 @@ def radam_bfloat16(
             radam_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
+                one_minus_beta2, adaptive, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -386,13 +404,24 @@ def radam_bfloat16(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                radam_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, scalar_4, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             radam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, False,
+                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, scalar_4, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -403,25 +432,24 @@ def radam_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
+                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, scalar_4, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def radam_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, plain,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2, eps,
+    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, plain,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/radam.py)
@@ -432,7 +460,7 @@ def radam_bfloat16_small_tile(
     # 35  denom = adaptive * (sqrt(exp_avg_sq) + eps) + plain
     denom = tl.fma(adaptive, tl.sqrt(exp_avg_sq) + eps, plain)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(denom), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -443,7 +471,7 @@ def radam_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -468,7 +496,6 @@ def radam_bfloat16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -479,23 +506,32 @@ def radam_bfloat16_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            radam_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         radam_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-            one_minus_beta2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
-            stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+            adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         radam_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-            one_minus_beta2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
-            stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+            adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key, stream_key, True,
         )
 
 
@@ -503,7 +539,7 @@ def radam_bfloat16_small(
 def radam_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
     at_block, live, live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-    one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_beta2, adaptive, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -531,7 +567,7 @@ def radam_float16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -546,7 +582,7 @@ def radam_float16_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, g * g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(adaptive * (p_sqrt + eps), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(adaptive * (p_sqrt + eps), scalar_3, scalar_4)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -600,7 +636,7 @@ def radam_float16_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -608,8 +644,8 @@ def radam_float16_tile(
 def radam_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, adaptive: tl.float32,
-    plain: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """radam: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -643,7 +679,7 @@ def radam_float16(
             radam_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
+                one_minus_beta2, adaptive, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -656,13 +692,24 @@ def radam_float16(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                radam_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, scalar_4, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             radam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, False,
+                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, scalar_4, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -673,14 +720,14 @@ def radam_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
                 at_block, live, live_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, plain, scalar_4, scalar_5, step_key, stream_key, True,
+                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, scalar_4, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def radam_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, plain,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2, eps,
+    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, plain,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -708,7 +755,7 @@ def radam_float16_small_tile(
     # 35  denom = adaptive * (sqrt(exp_avg_sq) + eps) + plain
     denom = tl.fma(adaptive, tl.sqrt(exp_avg_sq) + eps, plain)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(denom), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -755,7 +802,6 @@ def radam_float16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -766,32 +812,40 @@ def radam_float16_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            radam_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         radam_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-            one_minus_beta2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
-            stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+            adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         radam_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-            one_minus_beta2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
-            stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+            adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def radam_float32_decoupled_weight_decay_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5, scalar_6, step_key, stream_key,
-    MASKED: tl.constexpr,
+    live_block, index, beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -808,12 +862,12 @@ def radam_float32_decoupled_weight_decay_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/radam.py)
     p = one_minus_lr_times_weight_decay * p                   # 22  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -823,7 +877,7 @@ def radam_float32_decoupled_weight_decay_tile(
     exp_avg_sq = tl.fma(scalar_2, g * g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(adaptive * (g_sqrt + eps), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(adaptive * (g_sqrt + eps), scalar_4, scalar_5)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -863,17 +917,17 @@ def radam_float32_decoupled_weight_decay_tile(
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def radam_float32_decoupled_weight_decay(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, adaptive: tl.float32, plain: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_2: tl.float32, adaptive: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """radam: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -905,9 +959,8 @@ def radam_float32_decoupled_weight_decay(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             radam_float32_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5, scalar_6, step_key, stream_key,
-                True,
+                live_block, number, beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -919,14 +972,24 @@ def radam_float32_decoupled_weight_decay(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                radam_float32_decoupled_weight_decay_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             radam_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5, scalar_6, step_key, stream_key,
-                False,
+                before + start + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -936,22 +999,21 @@ def radam_float32_decoupled_weight_decay(
             radam_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5, scalar_6, step_key, stream_key,
-                True,
+                before + start + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def radam_float32_decoupled_weight_decay_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1,
+    scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/radam.py)
@@ -963,7 +1025,7 @@ def radam_float32_decoupled_weight_decay_small_tile(
     # 35  denom = adaptive * (sqrt(exp_avg_sq) + eps) + plain
     denom = tl.fma(adaptive, tl.sqrt(exp_avg_sq) + eps, plain)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p)
+    p = tl.fma(minus(tl.fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(denom), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -972,7 +1034,7 @@ def radam_float32_decoupled_weight_decay_small_tile(
 
 @triton.jit
 def radam_float32_decoupled_weight_decay_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, adaptive: tl.float32, plain: tl.float32,
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, step_key: tl.int32,
@@ -988,8 +1050,6 @@ def radam_float32_decoupled_weight_decay_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -997,37 +1057,45 @@ def radam_float32_decoupled_weight_decay_small(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            radam_float32_decoupled_weight_decay_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_6, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         radam_float32_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2, eps,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         radam_float32_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2, eps,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, True,
         )
 
 
 @triton.jit
 def radam_bfloat16_decoupled_weight_decay_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5, scalar_6, step_key, stream_key,
+    at_block, live, live_block, index, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -1041,15 +1109,16 @@ def radam_bfloat16_decoupled_weight_decay_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/radam.py)
     p = one_minus_lr_times_weight_decay * p                             # 22  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
@@ -1057,7 +1126,7 @@ def radam_bfloat16_decoupled_weight_decay_tile(
     exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(adaptive * (g_sqrt + eps), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(adaptive * (g_sqrt + eps), scalar_4, scalar_5)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1095,22 +1164,22 @@ def radam_bfloat16_decoupled_weight_decay_tile(
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def radam_bfloat16_decoupled_weight_decay(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, adaptive: tl.float32, plain: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_2: tl.float32, adaptive: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """radam: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1143,9 +1212,8 @@ def radam_bfloat16_decoupled_weight_decay(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             radam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5, scalar_6, step_key, stream_key,
-                True,
+                where, block, live, live_block, number, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1158,14 +1226,25 @@ def radam_bfloat16_decoupled_weight_decay(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                radam_bfloat16_decoupled_weight_decay_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, eps,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
+                    scalar_5, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             radam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5,
-                scalar_6, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1175,32 +1254,29 @@ def radam_bfloat16_decoupled_weight_decay(
             radam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5,
-                scalar_6, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def radam_bfloat16_decoupled_weight_decay_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2, eps,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/radam.py)
     p = one_minus_lr_times_weight_decay * p                             # 22  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -1208,7 +1284,7 @@ def radam_bfloat16_decoupled_weight_decay_small_tile(
     # 35  denom = adaptive * (sqrt(exp_avg_sq) + eps) + plain
     denom = tl.fma(adaptive, tl.sqrt(exp_avg_sq) + eps, plain)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p)
+    p = tl.fma(minus(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(denom), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1219,7 +1295,7 @@ def radam_bfloat16_decoupled_weight_decay_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -1228,7 +1304,7 @@ def radam_bfloat16_decoupled_weight_decay_small_tile(
 
 @triton.jit
 def radam_bfloat16_decoupled_weight_decay_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, adaptive: tl.float32, plain: tl.float32,
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, step_key: tl.int32,
@@ -1245,7 +1321,6 @@ def radam_bfloat16_decoupled_weight_decay_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1256,11 +1331,22 @@ def radam_bfloat16_decoupled_weight_decay_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            radam_bfloat16_decoupled_weight_decay_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_6, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         radam_bfloat16_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1,
             scalar_6, step_key, stream_key, False,
         )
@@ -1269,8 +1355,8 @@ def radam_bfloat16_decoupled_weight_decay_small(
     if start < count:
         live = at < count - start
         radam_bfloat16_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1,
             scalar_6, step_key, stream_key, True,
         )
@@ -1279,8 +1365,8 @@ def radam_bfloat16_decoupled_weight_decay_small(
 @triton.jit
 def radam_float16_decoupled_weight_decay_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5, scalar_6, step_key, stream_key,
+    at_block, live, live_block, index, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1307,7 +1393,7 @@ def radam_float16_decoupled_weight_decay_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -1324,7 +1410,7 @@ def radam_float16_decoupled_weight_decay_tile(
     exp_avg_sq = tl.fma(scalar_2, g_cast * g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(adaptive * (g_sqrt + eps), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(adaptive * (g_sqrt + eps), scalar_4, scalar_5)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1378,17 +1464,17 @@ def radam_float16_decoupled_weight_decay_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def radam_float16_decoupled_weight_decay(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, adaptive: tl.float32, plain: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_2: tl.float32, adaptive: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """radam: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1421,9 +1507,8 @@ def radam_float16_decoupled_weight_decay(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             radam_float16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5, scalar_6, step_key, stream_key,
-                True,
+                where, block, live, live_block, number, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1436,14 +1521,25 @@ def radam_float16_decoupled_weight_decay(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                radam_float16_decoupled_weight_decay_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, eps,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
+                    scalar_5, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             radam_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5,
-                scalar_6, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1453,18 +1549,16 @@ def radam_float16_decoupled_weight_decay(
             radam_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, scalar_5,
-                scalar_6, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, scalar_5, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def radam_float16_decoupled_weight_decay_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2, eps,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1492,7 +1586,7 @@ def radam_float16_decoupled_weight_decay_small_tile(
     # 35  denom = adaptive * (sqrt(exp_avg_sq) + eps) + plain
     denom = tl.fma(adaptive, tl.sqrt(exp_avg_sq) + eps, plain)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p)
+    p = tl.fma(minus(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(denom), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1523,7 +1617,7 @@ def radam_float16_decoupled_weight_decay_small_tile(
 
 @triton.jit
 def radam_float16_decoupled_weight_decay_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, adaptive: tl.float32, plain: tl.float32,
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, step_key: tl.int32,
@@ -1540,7 +1634,6 @@ def radam_float16_decoupled_weight_decay_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1551,11 +1644,22 @@ def radam_float16_decoupled_weight_decay_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            radam_float16_decoupled_weight_decay_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_6, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         radam_float16_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1,
             scalar_6, step_key, stream_key, False,
         )
@@ -1564,8 +1668,8 @@ def radam_float16_decoupled_weight_decay_small(
     if start < count:
         live = at < count - start
         radam_float16_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, adaptive, plain, lr_over_one_minus_beta1_pow_t_times_beta1,
             scalar_6, step_key, stream_key, True,
         )
