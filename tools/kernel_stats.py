@@ -369,7 +369,7 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
 
     fn, tile = getattr(module, function), module.TILE[function]
     limits = getattr(module, "OPTIONS", {}).get(function, {})
-    unrolled = re.search(r"loop_unroll_factor=(\d+)", inspect.getsource(fn.fn))
+    unrolled = re.search(r"tl\.static_range\((\d+)\)", inspect.getsource(fn.fn))
     constants = {"GRAD": getattr(tl, grad), "TILES": 16, "RAGGED": False, "ALIGNED": True}
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in {*constants, "TILE"}}
     for target, gpu in TARGETS.items():

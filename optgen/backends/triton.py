@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from optgen.backends.idioms import idiom, printed
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, number
 from optgen.backends.reference import assemble, bound_lines
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Buffer, Program, Schedule
+from optgen.ir.program import Buffer, Let, Program, Schedule
 from optgen.ir.ranges import Interval, ranges
 from optgen.ops import spaces
 from optgen.ops.dtypes import DType
@@ -47,6 +48,13 @@ class TritonPrinter(Printer):
         if user.space == spaces.elem and node.space.name == "block":
             return f"{self.text(node, ATOM)}[:, None]"
         return self.text(node, level)
+
+    def express(self, node: Node) -> Text:
+        found = idiom(node) if node.uid not in self.names and self.program.maths == "fast" else None
+        if found is None:
+            return super().express(node)
+        text = f"{found.helper}({', '.join([*map(self.text, found.args), *map(str, found.numbers)])})"
+        return (f"{text} + {found.plus}", 10) if found.plus else (text, ATOM)
 
 
 def _infix(sign: str, level: int) -> Spelling:
@@ -100,6 +108,12 @@ def _lshr(p: Printer, n: Node) -> Text:
 
 def _sign(p: Printer, n: Node) -> Text:
     return f"sign({p.text(n.args[0])})", ATOM
+
+
+def _neg(p: Printer, n: Node) -> Text:
+    """-x; of floats by a helper, because Triton's own is 0 - x, which is +0 for +0 and an instruction."""
+    (x,) = n.args
+    return (f"minus({p.text(x)})", ATOM) if n.dtype.is_float else (f"-{p.text(x, 30)}", 30)
 
 
 def _strict_div(p: Printer, n: Node) -> Text:
@@ -157,8 +171,15 @@ def _load(p: Printer, n: Node) -> Text:
     if n.space.name == "block":
         return f"get({n.attr}_ptr, at_block, live_block, MASKED)", ATOM
     # Behind the gradient's pointer lies GRAD, whatever dtype the program gives it.
-    wide = ".to(tl.float32)" if n.attr == "g" and n.dtype.torch == "float32" else ""
-    return f"get({n.attr}_ptr, at, live, MASKED){wide}", ATOM
+    text = f"get({n.attr}_ptr, at, live, MASKED)"
+    if _is_wide_gradient(n):
+        assert isinstance(p, TritonPrinter)
+        text = f"widened({text})" if p.program.maths == "fast" else f"{text}.to(tl.float32)"
+    return text, ATOM
+
+
+def _is_wide_gradient(n: Node) -> bool:
+    return n.op == "load" and n.attr == "g" and n.dtype.torch == "float32"
 
 
 _COMMON: dict[str, Spelling] = {
@@ -170,7 +191,7 @@ _COMMON: dict[str, Spelling] = {
     "key": lambda p, n: (str(n.attr), ATOM),
     "index": lambda p, n: ("index", ATOM),
     "load": _load,
-    "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
+    "neg": _neg,
     "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
     "abs": _call("tl.abs"),
     "min": _limit("minimum"),
@@ -223,7 +244,7 @@ def _tile(schedule: Schedule, function: str, source: str) -> list[str]:
     program, (sweep,) = schedule.program, schedule.sweeps
     roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
     printer = TritonPrinter(program, ranges(roots, scalar_ranges(program)))
-    lines = bound_lines(sweep.lets, printer)
+    lines = bound_lines(_lets(schedule), printer)
     for s in sweep.stores:
         block = program.buffer(s.buffer).space.name == "block"
         at, live = ("at_block", "live_block") if block else ("at", "live")
@@ -232,24 +253,37 @@ def _tile(schedule: Schedule, function: str, source: str) -> list[str]:
             value = f"tl.broadcast_to({value if s.node.space == spaces.host else value + '[:, None]'}, at.shape)"
         lines["encode"].append((f"put({s.buffer}_ptr, {at}, {value}, {live}, MASKED)", ""))
     host = [let.name for let in program.host]
-    names = [
-        *_pointers(program),
-        "at",
-        "at_block",
-        "live",
-        "live_block",
-        "index",
-        *host,
-        *keys(schedule),
-        "MASKED: tl.constexpr",
-    ]
+    names = [*_pointers(program), *_places(schedule), *host, *keys(schedule), "MASKED: tl.constexpr"]
     out = ["@triton.jit", *wrapped(f"def {function}_tile(", names)]
     out.append('    """One tile."""')
     return out + [f"    {line}" for line in assemble(lines, source)]
 
 
+def _lets(schedule: Schedule) -> tuple[Let, ...]:
+    """The lets that something reads."""
+    (sweep,) = schedule.sweeps
+    if schedule.program.maths == "strict":
+        return sweep.lets
+    read = {n.uid for n in printed([s.node for s in sweep.stores])}
+    return tuple(let for let in sweep.lets if let.node.uid in read)
+
+
+def _places(schedule: Schedule) -> list[str]:
+    """The tile function's arguments that say which elements are meant."""
+    counted = ["index"] if _is_counted(schedule.program) else []
+    if schedule.program.block == 1:
+        return ["at", "live", *counted]
+    return ["at", "at_block", "live", "live_block", *counted]
+
+
+def _is_counted(program: Program) -> bool:
+    return any(n.op == "index" for n in postorder(program.roots()))
+
+
 def keys(schedule: Schedule) -> list[str]:
-    return ["step_key", "stream_key"]
+    """The host words that the tile function reads."""
+    read = {n.attr for n in postorder(schedule.program.roots()) if n.op == "key"}
+    return [name for name in ("step_key", "stream_key") if name in read]
 
 
 def wrapped(head: str, names: list[str], indent: str = "    ", close: str = "):") -> list[str]:
@@ -278,7 +312,7 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
 # What the kernel names itself: a scalar of that name is spelled with an underscore there.
 LOCALS = frozenset(
     "table work item row first numel columns at at_block blocks per_row block tile start lane where live live_block "
-    "origin count before number".split()
+    "origin count before number pair odd".split()
 )
 
 
@@ -288,7 +322,7 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     block, tile = program.block, tile_elements(schedule)
     host = [f"{let.name}_" if let.name in LOCALS else let.name for let in program.host]
     columns = len(program.buffers)
-    counted = any(n.op == "index" for n in postorder(program.roots()))
+    counted = _is_counted(program)
     out = _tile(schedule, function, source)
     args = ["table", "work", *(f"{h}: tl.float32" for h in host), "step_key: tl.int32"]
     args += ["GRAD: tl.constexpr", "TILES: tl.constexpr", "RAGGED: tl.constexpr", "ALIGNED: tl.constexpr"]
@@ -303,23 +337,26 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
         pointer = f"{b.name}_ptr = pointer(row + {i}, {dtype}, ALIGNED)"
         out.append(f"    {pointer:<64}  # {_comment(b)}")
     out.append(f"    numel = tl.load(row + {columns})")
-    out.append(f"    columns = tl.load(row + {columns + 1})")
-    out.append(f"    stream_key = tl.load(row + {columns + 2}).to(tl.int32)")
-    shared = [*host, "step_key", "stream_key"]
+    if block > 1:
+        out.append(f"    columns = tl.load(row + {columns + 1})")
+    if "stream_key" in keys(schedule):
+        out.append(f"    stream_key = tl.load(row + {columns + 2}).to(tl.int32)")
+    places = _places(schedule)
 
-    def call(pointers: list[str], tail: list[str], masked: str, indent: str) -> list[str]:
-        return [indent + x for x in wrapped(f"{function}_tile(", [*pointers, *tail, *shared, masked], close=")")]
+    def call(indent: str, elements: str, blocks: str, masked: str, **given: str) -> list[str]:
+        """The tile whose pointers are that much further on."""
+        moved = [(b.name, blocks if b.space.size else elements) for b in program.buffers]
+        pointers = [f"{name}_ptr + {further}" if further else f"{name}_ptr" for name, further in moved]
+        names = [*pointers, *(given[place] for place in places), *host, *keys(schedule), masked]
+        return [indent + x for x in wrapped(f"{function}_tile(", names, close=")")]
 
-    plain = _pointers(program)
     pad = " " * 4
     if block == 1:
         out.append("    at = tl.arange(0, TILE)")
-        at_block = "0"
     else:
         out.append(f"    BLOCKS: tl.constexpr = TILE // {block}")
         out.append("    at_block = tl.arange(0, BLOCKS)")
         out.append(f"    at = at_block[:, None] * {block} + tl.arange(0, {block})[None, :]")
-        at_block = "at_block"
         out.append("    if RAGGED:")
         out.append("        # Rows end within a block: tiles count blocks row by row, every access is masked.")
         out.append(f"        per_row = (columns + {block - 1}) // {block}")
@@ -333,8 +370,8 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
         out.append("            live = (lane < columns) & live_block[:, None]")
         if counted:
             out.append(f"            number = (block.to(tl.int32) * {block})[:, None] + tl.arange(0, {block})[None, :]")
-        number = "number" if counted else "where"
-        out += call(plain, ["where", "block", "live", "live_block", number], "True", " " * 12)
+        ragged = dict(at="where", at_block="block", live="live", live_block="live_block", index="number")
+        out += call(" " * 12, "", "", "True", **ragged)
         out.append("    else:")
         pad = " " * 8
     # Addresses move to the item's first tile once, in int64; from there int32 offsets reach.
@@ -343,20 +380,25 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     out.append(f"{pad}count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)")
     if counted:
         out.append(f"{pad}before = origin.to(tl.int32)")
-    index = "before + start + at" if counted else "at"
-    moved = [f"{b.name}_ptr + {'tile * BLOCKS' if b.space.size else 'start'}" for b in program.buffers]
-    out.append(f"{pad}for tile in tl.range(0, count // TILE, loop_unroll_factor=2):")
-    out.append(f"{pad}    start = tile * TILE")
-    out += call(moved, ["at", at_block, "at", at_block, index], "False", pad + "    ")
+    # Pairs are unrolled here, not by the compiler: what is known to lie a tile further on needs no address of its own.
+    full = dict(at="at", at_block="at_block", live="at", live_block="at_block")
+    out.append(f"{pad}for pair in range(0, count // (2 * TILE)):")
+    out.append(f"{pad}    start = pair * (2 * TILE)")
+    out.append(f"{pad}    for odd in tl.static_range(2):")
+    further = "start + odd * TILE", "pair * (2 * BLOCKS) + odd * BLOCKS"
+    out += call(f"{pad}        ", *further, "False", **full, index="before + start + odd * TILE + at")
+    out.append(f"{pad}tile = count // (2 * TILE) * 2")
+    out.append(f"{pad}start = tile * TILE")
+    out.append(f"{pad}if start + TILE <= count:")
+    out += call(f"{pad}    ", "start", "tile * BLOCKS", "False", **full, index="before + start + at")
     out.append(f"{pad}tile = count // TILE")
     out.append(f"{pad}start = tile * TILE")
     out.append(f"{pad}if start < count:")
-    live_block = "0"
     out.append(f"{pad}    live = at < count - start")
     if block > 1:
         out.append(f"{pad}    live_block = at_block * {block} < count - start")
-        live_block = "live_block"
-    out += call(moved, ["at", at_block, "live", live_block, index], "True", pad + "    ")
+    partial = dict(at="at", at_block="at_block", live="live", live_block="live_block")
+    out += call(f"{pad}    ", "start", "tile * BLOCKS", "True", **partial, index="before + start + at")
     return out
 
 
@@ -364,11 +406,19 @@ def helpers(schedules: list[Schedule]) -> list[str]:
     """Names to import from optgen.runtime.triton_prelude."""
     text = {"get", "put", "pointer"}
     for s in schedules:
-        for n in postorder(s.program.roots()):
+        fast = s.program.maths == "fast"
+        for n in printed(s.program.roots()) if fast else postorder(s.program.roots()):
+            found = idiom(n) if fast else None
+            if found:
+                text.add(found.helper)
+            elif fast and _is_wide_gradient(n):
+                text.add("widened")
             if n.op == "block_max" and s.program.maths == "fast" and magnitude(n) is not None:
                 text.add("block_magnitude")
             elif n.op in ("block_max", "block_min", "rint", "rotl", "sign"):
                 text.add(n.op)
+            if n.op == "neg" and n.dtype.is_float and n.space != spaces.host:
+                text.add("minus")
             if n.op == "rcp":
                 text.add("inverse" if n.space.name == "block" else "reciprocal")
     return sorted(text)

@@ -88,7 +88,7 @@ def build(
     plan: Annotated[list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed).")] = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option("--backend", help="triton, cpp (compiled at once) or reference, which is always there (repeatable)."),
+        typer.Option("--backend", help="triton, cpp (compiled at once), reference (always there); repeatable."),
     ] = None,
     out: Annotated[str | None, typer.Option("--out", help="The folder to write. [default: generated]")] = None,
     maths: Annotated[str | None, typer.Option("--maths", help="strict or fast kernels. [default: fast]")] = None,

@@ -8,6 +8,8 @@ rewrite (EXACT):
     cast<f32>(i), 0 <= i < 2^23    ->  bitcast<f32>(i | 0x4B000000) - 8388608.0
     cast<i32>(rint(x))             ->  bitcast<i32>(x + 12582912.0) - 0x4B400000      |x| < 2^22, as rint asks
     cast<i32>(floor(x)), x >= 0    ->  cast<i32>(x)
+    b * max(2^23 + i - 2^23, c)    ->  max(fma(2^23 + i, b, b * -2^23), b * c) of patterns; b >= 0 per block, c >= 0:
+                                       b * 2^23 is exact, so that the fma rounds b * i once, as the product does
     cast<u8>(i + c)                ->  cast<u8>(i), c = 0 mod 256; an even c goes into the constant above
     cast<i32>(cast<u8>(i))         ->  i, 0 <= i < 256
     where(i < j, x, y)             ->  x or y where the intervals of i and j are disjoint; max and min likewise
@@ -33,6 +35,7 @@ from optgen.passes.fold import exact
 PATTERN = 0x4B000000  # of 2^23: the next 2^23 patterns are the integers above it
 ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds to integers of either sign
 ROUND_PATTERN = 0x4B400000
+INF = 0x7F800000
 NAN = 0x7FC00000
 ARITHMETIC = ("add", "sub", "mul", "div", "fma", "sqrt")
 
@@ -76,6 +79,10 @@ class Converter:
             return self.decided(node)
         if node.op == "where":
             return self.guard(exact(node))
+        if node.op == "mul" and node.space == spaces.elem:
+            for b, x in (node.args, node.args[::-1]):
+                if b.space.name == "block" and (scaled := self.scaled(b, x)) is not None:
+                    return scaled
         if node.op == "sub" and node.dtype is dtypes.f32:
             x, c = node.args
             if c.op == "const" and x.op == "sub" and _is_counter(x.args[0]) and _small(c.attr + x.args[1].attr):
@@ -84,6 +91,29 @@ class Converter:
             self.fired.add("reciprocal")
             return exact(ir.op("mul", node.args[0], ir.op("rcp", node.args[1])))
         return node
+
+    def scaled(self, b: Node, x: Node) -> Node | None:
+        """b * max(counter - 2^23, c) as one fma and a maximum of patterns, which orders floats >= 0 and keeps NaN."""
+        if x.op != "max" or x.args[1].op != "const" or x.args[1].attr < 0 or x.args[0].op != "sub":
+            return None
+        counter, offset = x.args[0].args
+        if not _is_counter(counter) or not is_const(offset, float(1 << 23)):
+            return None
+        if self.intervals(b)[0] < 0 or not self.largest(b) <= 2.0**100:
+            return None
+        code = ir.op("fma", counter, b, ir.op("mul", b, ir.const(-float(1 << 23))))
+        least = ir.op("mul", b, x.args[1])
+        patterns = (ir.op("bitcast", y, attr=dtypes.i32) for y in (code, least))
+        return ir.op("bitcast", ir.op("max", *patterns), attr=dtypes.f32)
+
+    def largest(self, x: Node) -> float:
+        """The largest value of a float >= 0 that is not NaN, seen through the selection of a NaN's pattern."""
+        if x.op == "mul":
+            return self.largest(x.args[0]) * self.largest(x.args[1])
+        if x.op == "bitcast" and x.args[0].op == "where":
+            branches = [y for y in x.args[0].args[1:] if not (y.op == "const" and y.attr > INF)]
+            return max((self.largest(ir.op("bitcast", y, attr=dtypes.f32)) for y in branches), default=0.0)
+        return self.intervals(x)[1]
 
     def cast(self, node: Node) -> Node:
         (x,) = node.args

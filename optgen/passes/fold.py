@@ -14,6 +14,8 @@ rewrite (ROUNDS):
     step      h * a / (x + e) -> a / (x / h + e / h), h >= 0: the learning rate costs nothing; h < 2^-100 counts as 0,
               under which the denominator is infinite and the quotient 0; e counts as 2^-126 at least, so that 0 / 0
               of e = 0 is 0 where strict maths has NaN
+    square    h * b * b * (x * x) -> (sqrt(h) * b * x) * (sqrt(h) * b * x), h >= 0 in host space, b per block: the
+              factors meet x where a conversion can take them along
     distribute  h * (h1 * x + h2 * y) -> (h * h1) * x + (h * h2) * y where nothing else reads the sum
     reciprocal  x / y -> x * rcp(y): 0 where y > 2^126, whose reciprocal is subnormal
 """
@@ -178,12 +180,25 @@ class Grouper:
             out = _mul(out, ir.op("rcp", den))
         return out
 
+    def square(self, p: Product) -> Node | None:
+        """The root of a product that is a square of an element's value and of a block's."""
+        if p.den or len(p.num) != 2 or p.num[0] is not p.num[1] or p.block is None or p.block.op != "mul":
+            return None
+        b, same = p.block.args
+        if b is not same or (p.host is not None and self.intervals(p.host)[0] < 0):
+            return None
+        return _mul(_mul(_sqrt(p.host), b), p.num[0])
+
     def __call__(self, node: Node) -> Node:
         if node.dtype is not dtypes.f32 or node.space != spaces.elem or node.op not in ("mul", "div", "neg", "sqrt"):
             return node
         p = self.product(node)
         if p.host is None and p.block is None and node.op != "div":
             return node
+        root = self.square(p)
+        if root is not None:
+            self.fired.add("square")
+            return ir.op("mul", root, root)
         new = self.join(self.step(p))
         if new is not None and new is not node:
             self.fired.add("group")

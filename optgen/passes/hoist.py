@@ -20,7 +20,10 @@ from optgen.passes.name import RESERVED
 
 
 def hoist(program: Program) -> Program:
-    """See the module's docstring.  Names: the author's where a let of theirs is the scalar."""
+    """See the module's docstring.  Names: the author's where a let of theirs is the scalar.
+
+    Lets that no store reads go: rewriting has left them behind, and no kernel wants their scalars.
+    """
     own = {let.node.uid: let for let in program.body if let.node.space == spaces.host and let.node.args}
     taken = RESERVED | set(program.hypers)
     found: dict[int, Let] = {}
@@ -50,7 +53,8 @@ def hoist(program: Program) -> Program:
             return node
         return ir.rebuild(node, [scalar(a) if leaves_host(a) else a for a in node.args])
 
-    body = [let for let in program.body if let.node.space != spaces.host]
+    live = {n.uid for n in postorder([s.node for s in program.stores])}
+    body = [let for let in program.body if let.node.space != spaces.host and let.node.uid in live]
     new = replace(program, body=tuple(body)).map(Rewriter(rule))
     used = {n.attr for n in postorder(new.roots()) if n.op == "sym"}
     plain = [Let(name, ir.sym(name)) for name in program.hypers if name in used]

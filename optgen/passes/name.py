@@ -20,7 +20,8 @@ RESERVED = {
     *keyword.kwlist,
     *dir(builtins),
     *"tl triton torch g_ptr step_key stream_key MASKED at at_block live live_block index".split(),
-    *"get put pointer reciprocal inverse rint rotl sign block_max block_min block_magnitude".split(),
+    *"get put pointer reciprocal inverse rint sign minus rotl block_max block_min block_magnitude".split(),
+    *"widened counter joined byte".split(),
     *"b values scalars quotient sqrt Blocks".split(),
 }
 

@@ -1,7 +1,7 @@
 """Device functions that generated kernels share: masked access, block reductions, bf16 rounding.
 
 `MASKED` is decided at compile time: full tiles are read and written without masks.  Everything here runs in Triton's
-interpreter as well: no libdevice, and inline assembly for one instruction only, which has a twin without.
+interpreter as well: no libdevice, and what is inline assembly for a machine has a twin without.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def larger(a, b):
 @triton.jit
 def block_magnitude(x, live, MASKED: tl.constexpr):
     """The pattern of the largest |x| of each row of the tile, of a NaN where there is one."""
-    if INTERPRETED:  # which reduces by a function of ours one element at a time
+    # The interpreter reduces by a function of ours one element at a time; AMD's float maximum drops NaN, and to keep
+    # it takes two more instructions.
+    if INTERPRETED or machine() == "hip":
         out = block_max(tl.abs(x).to(tl.int32, bitcast=True), live, MASKED)
     else:
         size = tl.abs(x)
@@ -116,6 +118,12 @@ def inverse(x):
 
 
 @triton.jit
+def minus(x):
+    """-x, of zeros too; most instructions take it for nothing."""
+    return (x.to(tl.int32, bitcast=True) ^ INT_MIN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def rint(x):
     """The nearest integer, half to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no bits below 1."""
     return (x + 12582912.0) - 12582912.0
@@ -133,3 +141,87 @@ def sign(x):
     """-1, 0 or 1; a zero keeps its sign, NaN stays NaN."""
     one = ((x.to(tl.int32, bitcast=True) & INT_MIN) | 0x3F800000).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(x) > 0, one, x)
+
+
+# Bytes between words.  NVIDIA's compiler takes a shift or a mask and another instruction for what is one permutation
+# each; the assembly works on four elements, which a lane holds in a word where they are bytes.
+
+
+@triton.jit
+def widened(x):
+    """float32 of a float."""
+    if machine() == "cuda" and x.dtype == tl.bfloat16:
+        out = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=f,=f,r", [x], tl.float32, is_pure=True, pack=2
+        )
+    else:
+        out = x.to(tl.float32)
+    return out
+
+
+@triton.jit
+def counter(x):
+    """2^23 + x of bytes, float32: x below the exponent of 2^23."""
+    if machine() == "cuda":
+        out = tl.inline_asm_elementwise(
+            """prmt.b32 $0, $4, 0x4B000000, 0x7650;
+            prmt.b32 $1, $4, 0x4B000000, 0x7651;
+            prmt.b32 $2, $4, 0x4B000000, 0x7652;
+            prmt.b32 $3, $4, 0x4B000000, 0x7653;""",
+            "=f,=f,=f,=f,r",
+            [x],
+            tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        out = (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+    return out
+
+
+@triton.jit
+def joined(high, low):
+    """int32: the pattern of a bfloat16, a byte, and eight zeros."""
+    if machine() == "cuda":
+        # Bytes apart by zeros first, two to a word: a permutation reads two words.
+        out = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 even, odd;
+            prmt.b32 even, $6, 0, 0x4140;
+            prmt.b32 odd, $6, 0, 0x4342;
+            prmt.b32 $0, even, $4, 0x5401;
+            prmt.b32 $1, even, $4, 0x7621;
+            prmt.b32 $2, odd, $5, 0x5401;
+            prmt.b32 $3, odd, $5, 0x7621;
+            }""",
+            "=r,=r,=r,=r,r,r,r",
+            [high, low],
+            tl.int32,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        out = high.to(tl.float32).to(tl.int32, bitcast=True) + (low.to(tl.int32) << 8)
+    return out
+
+
+@constexpr_function
+def gather(k):
+    """Assembly that makes a word of byte k of four words."""
+    k = getattr(k, "value", k)
+    return f"""{{
+        .reg .b32 low, high;
+        prmt.b32 low, $1, $2, {k + 16 * (k + 4)};
+        prmt.b32 high, $3, $4, {k + 16 * (k + 4)};
+        prmt.b32 $0, low, high, 0x5410;
+        }}"""
+
+
+@triton.jit
+def byte(x, k: tl.constexpr):
+    """uint8: byte k of an int32, 0 the lowest."""
+    if machine() == "cuda":
+        out = tl.inline_asm_elementwise(gather(k), "=r,r,r,r,r", [x], tl.uint8, is_pure=True, pack=4)
+    else:
+        out = (x >> 8 * k).to(tl.uint8)
+    return out

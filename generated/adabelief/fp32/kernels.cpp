@@ -39,8 +39,8 @@ struct adabelief_float32 {
         const F one_minus_lr_times_weight_decay(scalars[4]);
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
+        const F scalar_3(scalars[7]);
         const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adabelief.py)
         for (int i = 0; i < count; i += W) {
@@ -55,7 +55,7 @@ struct adabelief_float32 {
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_4, scalar_5)), p_2);
+            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_var_at + i, exp_avg_var_2);
@@ -83,8 +83,8 @@ struct adabelief_bfloat16 {
         const F one_minus_lr_times_weight_decay(scalars[4]);
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
+        const F scalar_3(scalars[7]);
         const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int i = 0; i < count; i += W) {
@@ -101,7 +101,7 @@ struct adabelief_bfloat16 {
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_4, scalar_5)), p_2);
+            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -131,8 +131,8 @@ struct adabelief_float16 {
         const F one_minus_lr_times_weight_decay(scalars[4]);
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
+        const F scalar_3(scalars[7]);
         const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adabelief.py)
         for (int i = 0; i < count; i += W) {
@@ -149,7 +149,7 @@ struct adabelief_float16 {
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_4, scalar_5)), p_2);
+            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_var_at + i, exp_avg_var_2);

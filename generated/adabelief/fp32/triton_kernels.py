@@ -19,30 +19,30 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def adabelief_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_var_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_var_ptr, at, live, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_var = get(exp_avg_var_ptr, at, live, MASKED)
     # -- update  (specs/adabelief.py)
     p = one_minus_lr_times_weight_decay * p                                 # 20  p = decoupled(p, lr, weight_decay)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
-    surprise = tl.fma(grad_scale, g, -exp_avg)                              # 22  surprise = g - exp_avg
+    surprise = tl.fma(grad_scale, g, minus(exp_avg))                        # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -53,9 +53,9 @@ def adabelief_float32_tile(
 def adabelief_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """adabelief: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -66,8 +66,6 @@ def adabelief_float32(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_var_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -75,47 +73,57 @@ def adabelief_float32(
     exp_avg_ptr += origin
     exp_avg_var_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adabelief_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_var_ptr + start + odd * TILE, at, at, beta1, beta2, eps, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adabelief_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, at, beta1, beta2, eps,
+            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+            scalar_4, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adabelief_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, live, beta1, beta2, eps,
+            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+            scalar_4, True,
         )
 
 
 @triton.jit
 def adabelief_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_var_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_var_ptr, at, live, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_var = get(exp_avg_var_ptr, at, live, MASKED)
     # -- update  (specs/adabelief.py)
-    p = one_minus_lr_times_weight_decay * p          # 20  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
+    g_cast = widened(g_stored)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    surprise = tl.fma(grad_scale, g_cast, -exp_avg)  # 22  surprise = g - exp_avg
+    surprise = tl.fma(grad_scale, g_cast, minus(exp_avg))  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -128,9 +136,9 @@ def adabelief_bfloat16_tile(
 def adabelief_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """adabelief: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -141,8 +149,6 @@ def adabelief_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_var_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -150,29 +156,39 @@ def adabelief_bfloat16(
     exp_avg_ptr += origin
     exp_avg_var_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adabelief_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_var_ptr + start + odd * TILE, at, at, beta1, beta2, eps, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adabelief_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, at, beta1, beta2, eps,
+            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+            scalar_4, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adabelief_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, live, beta1, beta2, eps,
+            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+            scalar_4, True,
         )
 
 
 @triton.jit
 def adabelief_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_var_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_var_ptr, at, live, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -182,15 +198,15 @@ def adabelief_float16_tile(
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_var = get(exp_avg_var_ptr, at, live, MASKED)
     # -- update  (specs/adabelief.py)
-    p = one_minus_lr_times_weight_decay * p          # 20  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    surprise = tl.fma(grad_scale, g_cast, -exp_avg)  # 22  surprise = g - exp_avg
+    surprise = tl.fma(grad_scale, g_cast, minus(exp_avg))  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -201,9 +217,9 @@ def adabelief_float16_tile(
 def adabelief_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """adabelief: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -214,8 +230,6 @@ def adabelief_float16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_var_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -223,21 +237,31 @@ def adabelief_float16(
     exp_avg_ptr += origin
     exp_avg_var_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adabelief_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_var_ptr + start + odd * TILE, at, at, beta1, beta2, eps, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adabelief_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, at, beta1, beta2, eps,
+            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+            scalar_4, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adabelief_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            one_minus_beta2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, live, beta1, beta2, eps,
+            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+            scalar_4, True,
         )
 
 

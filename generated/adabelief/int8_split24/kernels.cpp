@@ -41,8 +41,8 @@ struct adabelief_float32 {
         const F one_minus_lr_times_weight_decay(scalars[4]);
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
+        const F scalar_3(scalars[7]);
         const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -119,7 +119,7 @@ struct adabelief_float32 {
                 const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
                 const F g_sqrt = sqrt(exp_avg_var_2);
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_4, scalar_5), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -210,8 +210,8 @@ struct adabelief_float32_small {
         const F one_minus_lr_times_weight_decay(scalars[4]);
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
+        const F scalar_3(scalars[7]);
         const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adabelief.py)
         for (int i = 0; i < count; i += W) {
@@ -226,7 +226,7 @@ struct adabelief_float32_small {
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_4, scalar_5)), p_2);
+            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_var_at + i, exp_avg_var_2);
@@ -257,8 +257,8 @@ struct adabelief_bfloat16 {
         const F one_minus_lr_times_weight_decay(scalars[4]);
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
+        const F scalar_3(scalars[7]);
         const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -340,7 +340,7 @@ struct adabelief_bfloat16 {
                 const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
                 const F g_sqrt = sqrt(exp_avg_var_2);
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_4, scalar_5), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -435,8 +435,8 @@ struct adabelief_bfloat16_small {
         const F one_minus_lr_times_weight_decay(scalars[4]);
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
+        const F scalar_3(scalars[7]);
         const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -472,7 +472,7 @@ struct adabelief_bfloat16_small {
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_4, scalar_5), p_2);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_3, scalar_4), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -509,8 +509,8 @@ struct adabelief_float16 {
         const F one_minus_lr_times_weight_decay(scalars[4]);
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
+        const F scalar_3(scalars[7]);
         const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -598,7 +598,7 @@ struct adabelief_float16 {
                 const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
                 const F g_sqrt = sqrt(exp_avg_var_2);
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_4, scalar_5), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -704,8 +704,8 @@ struct adabelief_float16_small {
         const F one_minus_lr_times_weight_decay(scalars[4]);
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
+        const F scalar_3(scalars[7]);
         const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -747,7 +747,7 @@ struct adabelief_float16_small {
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_4, scalar_5), p_2);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_3, scalar_4), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);

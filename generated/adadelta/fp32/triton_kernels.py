@@ -19,17 +19,17 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import get, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def adadelta_float32_tile(
-    p_ptr, g_ptr, square_avg_ptr, acc_delta_ptr, at, at_block, live, live_block, index, rho, eps,
-    weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, acc_delta_ptr, at, live, rho, eps, weight_decay, grad_scale, one_minus_rho,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -65,8 +65,6 @@ def adadelta_float32(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     acc_delta_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -74,33 +72,42 @@ def adadelta_float32(
     square_avg_ptr += origin
     acc_delta_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adadelta_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                acc_delta_ptr + start + odd * TILE, at, at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adadelta_float32_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, 0, at, 0, at, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adadelta_float32_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, 0, live, 0, at, rho,
-            eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, live, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
         )
 
 
 @triton.jit
 def adadelta_bfloat16_tile(
-    p_ptr, g_ptr, square_avg_ptr, acc_delta_ptr, at, at_block, live, live_block, index, rho, eps,
-    weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, acc_delta_ptr, at, live, rho, eps, weight_decay, grad_scale, one_minus_rho,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     square_avg = get(square_avg_ptr, at, live, MASKED)
     acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
@@ -136,8 +143,6 @@ def adadelta_bfloat16(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     acc_delta_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -145,26 +150,35 @@ def adadelta_bfloat16(
     square_avg_ptr += origin
     acc_delta_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adadelta_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                acc_delta_ptr + start + odd * TILE, at, at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adadelta_bfloat16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, 0, at, 0, at, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adadelta_bfloat16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, 0, live, 0, at, rho,
-            eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, live, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
         )
 
 
 @triton.jit
 def adadelta_float16_tile(
-    p_ptr, g_ptr, square_avg_ptr, acc_delta_ptr, at, at_block, live, live_block, index, rho, eps,
-    weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, acc_delta_ptr, at, live, rho, eps, weight_decay, grad_scale, one_minus_rho,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -205,8 +219,6 @@ def adadelta_float16(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     acc_delta_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -214,19 +226,28 @@ def adadelta_float16(
     square_avg_ptr += origin
     acc_delta_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adadelta_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                acc_delta_ptr + start + odd * TILE, at, at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adadelta_float16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, 0, at, 0, at, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adadelta_float16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, 0, live, 0, at, rho,
-            eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, live, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
         )
 
 

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_max, block_min, byte, get, inverse, joined, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def adadelta_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
@@ -86,7 +86,6 @@ def adadelta_float32_tile(
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
     acc_delta_above = (tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
@@ -102,12 +101,11 @@ def adadelta_float32_tile(
     acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_range_add[:, None]
     acc_delta_range_sub = 1601175552 - acc_delta_base
     acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_range_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
-    acc_delta_code = (acc_delta_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
     put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    put(acc_delta_ptr, at, acc_delta_code.to(tl.uint8), live, MASKED)
+    put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
@@ -160,8 +158,19 @@ def adadelta_float32(
         acc_delta_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adadelta_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, acc_delta_ptr + start + odd * TILE,
+                    acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                    stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adadelta_float32_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
@@ -183,12 +192,12 @@ def adadelta_float32(
 
 @triton.jit
 def adadelta_float32_small_tile(
-    p_ptr, g_ptr, square_avg_ptr, acc_delta_ptr, at, at_block, live, live_block, index, rho, eps,
-    weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, acc_delta_ptr, at, live, rho, eps, weight_decay, grad_scale, one_minus_rho,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -224,8 +233,6 @@ def adadelta_float32_small(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     acc_delta_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -233,19 +240,28 @@ def adadelta_float32_small(
     square_avg_ptr += origin
     acc_delta_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adadelta_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                acc_delta_ptr + start + odd * TILE, at, at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adadelta_float32_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, 0, at, 0, at, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adadelta_float32_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, 0, live, 0, at, rho,
-            eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, live, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
         )
 
 
@@ -258,11 +274,9 @@ def adadelta_bfloat16_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -279,7 +293,8 @@ def adadelta_bfloat16_tile(
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
     acc_delta_value = (acc_delta_middle[:, None] + acc_delta_code.to(tl.int32) * acc_delta_step[:, None]).to(tl.float32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -317,7 +332,6 @@ def adadelta_bfloat16_tile(
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
     acc_delta_above = (tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
@@ -333,15 +347,14 @@ def adadelta_bfloat16_tile(
     acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add[:, None]
     acc_delta_range_sub = 1601175552 - acc_delta_base
     acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_range_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
-    acc_delta_code = (acc_delta_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    put(acc_delta_ptr, at, acc_delta_code.to(tl.uint8), live, MASKED)
+    put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
@@ -396,8 +409,19 @@ def adadelta_bfloat16(
         acc_delta_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adadelta_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    acc_delta_ptr + start + odd * TILE, acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, rho, eps, weight_decay, grad_scale,
+                    one_minus_rho, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adadelta_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at,
@@ -419,18 +443,17 @@ def adadelta_bfloat16(
 
 @triton.jit
 def adadelta_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, acc_delta_ptr, at, at_block, live, live_block, index, rho,
-    eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, acc_delta_ptr, at, live, index, rho, eps, weight_decay,
+    grad_scale, one_minus_rho, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
@@ -453,7 +476,7 @@ def adadelta_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
@@ -476,7 +499,6 @@ def adadelta_bfloat16_small(
     square_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     acc_delta_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -487,11 +509,21 @@ def adadelta_bfloat16_small(
     acc_delta_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adadelta_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                square_avg_ptr + start + odd * TILE, acc_delta_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adadelta_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-            0, at, 0, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+            at, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
             stream_key, False,
         )
     tile = count // TILE
@@ -500,7 +532,7 @@ def adadelta_bfloat16_small(
         live = at < count - start
         adadelta_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-            0, live, 0, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+            live, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
             stream_key, True,
         )
 
@@ -579,7 +611,6 @@ def adadelta_float16_tile(
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
     acc_delta_above = (tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
@@ -595,7 +626,6 @@ def adadelta_float16_tile(
     acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add[:, None]
     acc_delta_range_sub = 1601175552 - acc_delta_base
     acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_range_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
-    acc_delta_code = (acc_delta_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
     acc_delta_range_bitcast = p.to(tl.int32, bitcast=True)
     p_magnitude = acc_delta_range_bitcast & 2147483647
@@ -612,9 +642,9 @@ def adadelta_float16_tile(
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    put(acc_delta_ptr, at, acc_delta_code.to(tl.uint8), live, MASKED)
+    put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
@@ -669,8 +699,19 @@ def adadelta_float16(
         acc_delta_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adadelta_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    acc_delta_ptr + start + odd * TILE, acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, rho, eps, weight_decay, grad_scale,
+                    one_minus_rho, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adadelta_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at,
@@ -692,8 +733,8 @@ def adadelta_float16(
 
 @triton.jit
 def adadelta_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, acc_delta_ptr, at, at_block, live, live_block, index, rho,
-    eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, acc_delta_ptr, at, live, index, rho, eps, weight_decay,
+    grad_scale, one_minus_rho, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -766,7 +807,6 @@ def adadelta_float16_small(
     square_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     acc_delta_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -777,11 +817,21 @@ def adadelta_float16_small(
     acc_delta_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adadelta_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                square_avg_ptr + start + odd * TILE, acc_delta_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adadelta_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-            0, at, 0, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+            at, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
             stream_key, False,
         )
     tile = count // TILE
@@ -790,7 +840,7 @@ def adadelta_float16_small(
         live = at < count - start
         adadelta_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-            0, live, 0, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+            live, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
             stream_key, True,
         )
 

@@ -17,17 +17,17 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def adagrad_float32_tile(
-    p_ptr, g_ptr, sum_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale, start, scalar_1,
-    scalar_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, sum_ptr, at, live, weight_decay, grad_scale, start, scalar_1, scalar_2,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     sum_ = get(sum_ptr, at, live, MASKED)
@@ -35,7 +35,7 @@ def adagrad_float32_tile(
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
     sum_ = tl.fma(g, g, sum_ + start)  # 21  sum = sum + start + g * g
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
-    p = tl.fma(-g, reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
+    p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(sum_ptr, at, sum_, live, MASKED)
@@ -55,47 +55,53 @@ def adagrad_float32(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     sum_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adagrad_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
+                weight_decay, grad_scale, start_, scalar_1, scalar_2, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adagrad_float32_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale, start_,
-            scalar_1, scalar_2, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, start_, scalar_1,
+            scalar_2, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adagrad_float32_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale, start_,
-            scalar_1, scalar_2, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, sum_ptr + start, at, live, weight_decay, grad_scale, start_, scalar_1,
+            scalar_2, True,
         )
 
 
 @triton.jit
 def adagrad_bfloat16_tile(
-    p_ptr, g_ptr, sum_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale, start, scalar_1,
-    scalar_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, sum_ptr, at, live, weight_decay, grad_scale, start, scalar_1, scalar_2,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     sum_ = get(sum_ptr, at, live, MASKED)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
     sum_ = tl.fma(g, g, sum_ + start)  # 21  sum = sum + start + g * g
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
-    p = tl.fma(-g, reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
+    p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -117,34 +123,40 @@ def adagrad_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     sum_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adagrad_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
+                weight_decay, grad_scale, start_, scalar_1, scalar_2, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adagrad_bfloat16_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale, start_,
-            scalar_1, scalar_2, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, start_, scalar_1,
+            scalar_2, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adagrad_bfloat16_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale, start_,
-            scalar_1, scalar_2, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, sum_ptr + start, at, live, weight_decay, grad_scale, start_, scalar_1,
+            scalar_2, True,
         )
 
 
 @triton.jit
 def adagrad_float16_tile(
-    p_ptr, g_ptr, sum_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale, start, scalar_1,
-    scalar_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, sum_ptr, at, live, weight_decay, grad_scale, start, scalar_1, scalar_2,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -157,7 +169,7 @@ def adagrad_float16_tile(
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
     sum_ = tl.fma(g, g, sum_ + start)  # 21  sum = sum + start + g * g
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
-    p = tl.fma(-g, reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
+    p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(sum_ptr, at, sum_, live, MASKED)
@@ -177,27 +189,33 @@ def adagrad_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     sum_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adagrad_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
+                weight_decay, grad_scale, start_, scalar_1, scalar_2, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adagrad_float16_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale, start_,
-            scalar_1, scalar_2, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, start_, scalar_1,
+            scalar_2, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adagrad_float16_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale, start_,
-            scalar_1, scalar_2, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, sum_ptr + start, at, live, weight_decay, grad_scale, start_, scalar_1,
+            scalar_2, True,
         )
 
 

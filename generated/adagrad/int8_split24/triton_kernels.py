@@ -17,7 +17,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_max, block_min, byte, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def adagrad_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     sum_range = get(sum_range_ptr, at_block, live_block, MASKED)
     sum_header = sum_range.to(tl.int32)
@@ -39,10 +39,11 @@ def adagrad_float32_tile(
     sum_value = (sum_middle[:, None] + sum_code.to(tl.int32) * sum_step[:, None]).to(tl.float32, bitcast=True)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adagrad.py)
-    g = tl.fma(weight_decay, p, g)                                     # 19  g = l2(g, p, weight_decay)
-    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))           # 21  sum = sum + start + g * g
+    g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
+    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))                 # 21  sum = sum + start + g * g
     p_sqrt = tl.sqrt(sum_)
-    p = tl.fma(-g, reciprocal(tl.fma(p_sqrt, scalar_1, scalar_2)), p)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
+    # 23  p = p - step_lr * g / (sqrt(sum) + eps)
+    p = tl.fma(minus(g), reciprocal(tl.fma(p_sqrt, scalar_1, scalar_2)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -66,10 +67,9 @@ def adagrad_float32_tile(
     sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - sum_base
     sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], p_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
-    sum_code = (sum_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     sum_header = sum_first + -128 << 8 | sum_cells
     put(p_ptr, at, p, live, MASKED)
-    put(sum_ptr, at, sum_code.to(tl.uint8), live, MASKED)
+    put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
@@ -117,8 +117,18 @@ def adagrad_float32(
         sum_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adagrad_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE,
+                    sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                    stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adagrad_float32_tile(
                 p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 before + start + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
@@ -137,12 +147,12 @@ def adagrad_float32(
 
 @triton.jit
 def adagrad_float32_small_tile(
-    p_ptr, g_ptr, sum_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale, start, scalar_1,
-    scalar_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, sum_ptr, at, live, weight_decay, grad_scale, start, scalar_1, scalar_2,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     sum_ = get(sum_ptr, at, live, MASKED)
@@ -150,7 +160,7 @@ def adagrad_float32_small_tile(
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
     sum_ = tl.fma(g, g, sum_ + start)  # 21  sum = sum + start + g * g
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
-    p = tl.fma(-g, reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
+    p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(sum_ptr, at, sum_, live, MASKED)
@@ -170,27 +180,33 @@ def adagrad_float32_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     sum_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adagrad_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
+                weight_decay, grad_scale, start_, scalar_1, scalar_2, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adagrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale, start_,
-            scalar_1, scalar_2, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, start_, scalar_1,
+            scalar_2, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adagrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale, start_,
-            scalar_1, scalar_2, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, sum_ptr + start, at, live, weight_decay, grad_scale, start_, scalar_1,
+            scalar_2, True,
         )
 
 
@@ -202,11 +218,9 @@ def adagrad_bfloat16_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     sum_range = get(sum_range_ptr, at_block, live_block, MASKED)
     sum_header = sum_range.to(tl.int32)
     sum_cells = tl.maximum(sum_header & 255, 4)
@@ -215,12 +229,14 @@ def adagrad_bfloat16_tile(
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
     sum_code = get(sum_ptr, at, live, MASKED)
     sum_value = (sum_middle[:, None] + sum_code.to(tl.int32) * sum_step[:, None]).to(tl.float32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adagrad.py)
-    g = tl.fma(weight_decay, p, g)                                     # 19  g = l2(g, p, weight_decay)
-    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))           # 21  sum = sum + start + g * g
+    g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
+    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))                 # 21  sum = sum + start + g * g
     p_sqrt = tl.sqrt(sum_)
-    p = tl.fma(-g, reciprocal(tl.fma(p_sqrt, scalar_1, scalar_2)), p)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
+    # 23  p = p - step_lr * g / (sqrt(sum) + eps)
+    p = tl.fma(minus(g), reciprocal(tl.fma(p_sqrt, scalar_1, scalar_2)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -244,13 +260,12 @@ def adagrad_bfloat16_tile(
     sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - sum_base
     sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], p_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
-    sum_code = (sum_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     sum_header = sum_first + -128 << 8 | sum_cells
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(sum_ptr, at, sum_code.to(tl.uint8), live, MASKED)
+    put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
@@ -300,8 +315,18 @@ def adagrad_bfloat16(
         sum_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adagrad_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    sum_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
+                    at_block, before + start + odd * TILE + at, weight_decay, grad_scale, start_, scalar_1, scalar_2,
+                    step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adagrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, before + start + at, weight_decay, grad_scale, start_, scalar_1, scalar_2,
@@ -321,24 +346,23 @@ def adagrad_bfloat16(
 
 @triton.jit
 def adagrad_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, sum_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    start, scalar_1, scalar_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, sum_ptr, at, live, index, weight_decay, grad_scale, start, scalar_1,
+    scalar_2, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     sum_ = get(sum_ptr, at, live, MASKED)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
     sum_ = tl.fma(g, g, sum_ + start)  # 21  sum = sum + start + g * g
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
-    p = tl.fma(-g, reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
+    p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -349,7 +373,7 @@ def adagrad_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(sum_ptr, at, sum_, live, MASKED)
@@ -370,7 +394,6 @@ def adagrad_bfloat16_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     sum_ptr = pointer(row + 3, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -380,10 +403,19 @@ def adagrad_bfloat16_small(
     sum_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adagrad_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                sum_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, weight_decay, grad_scale, start_,
+                scalar_1, scalar_2, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adagrad_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, 0, at, 0, before + start + at,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, at, before + start + at,
             weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
         )
     tile = count // TILE
@@ -391,8 +423,8 @@ def adagrad_bfloat16_small(
     if start < count:
         live = at < count - start
         adagrad_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, 0, live, 0,
-            before + start + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, live, before + start + at,
+            weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
         )
 
 
@@ -425,10 +457,11 @@ def adagrad_float16_tile(
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adagrad.py)
-    g = tl.fma(weight_decay, p, g)                                     # 19  g = l2(g, p, weight_decay)
-    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))           # 21  sum = sum + start + g * g
+    g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
+    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))                 # 21  sum = sum + start + g * g
     p_sqrt = tl.sqrt(sum_)
-    p = tl.fma(-g, reciprocal(tl.fma(p_sqrt, scalar_1, scalar_2)), p)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
+    # 23  p = p - step_lr * g / (sqrt(sum) + eps)
+    p = tl.fma(minus(g), reciprocal(tl.fma(p_sqrt, scalar_1, scalar_2)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -452,7 +485,6 @@ def adagrad_float16_tile(
     sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - sum_base
     sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], p_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
-    sum_code = (sum_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     sum_header = sum_first + -128 << 8 | sum_cells
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_magnitude = p_bitcast & 2147483647
@@ -469,7 +501,7 @@ def adagrad_float16_tile(
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(sum_ptr, at, sum_code.to(tl.uint8), live, MASKED)
+    put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
@@ -519,8 +551,18 @@ def adagrad_float16(
         sum_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adagrad_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    sum_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
+                    at_block, before + start + odd * TILE + at, weight_decay, grad_scale, start_, scalar_1, scalar_2,
+                    step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adagrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, before + start + at, weight_decay, grad_scale, start_, scalar_1, scalar_2,
@@ -540,8 +582,8 @@ def adagrad_float16(
 
 @triton.jit
 def adagrad_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, sum_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    start, scalar_1, scalar_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, sum_ptr, at, live, index, weight_decay, grad_scale, start, scalar_1,
+    scalar_2, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -563,7 +605,7 @@ def adagrad_float16_small_tile(
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
     sum_ = tl.fma(g, g, sum_ + start)  # 21  sum = sum + start + g * g
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
-    p = tl.fma(-g, reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
+    p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -606,7 +648,6 @@ def adagrad_float16_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     sum_ptr = pointer(row + 3, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -616,10 +657,19 @@ def adagrad_float16_small(
     sum_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adagrad_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                sum_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, weight_decay, grad_scale, start_,
+                scalar_1, scalar_2, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adagrad_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, 0, at, 0, before + start + at,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, at, before + start + at,
             weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
         )
     tile = count // TILE
@@ -627,8 +677,8 @@ def adagrad_float16_small(
     if start < count:
         live = at < count - start
         adagrad_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, 0, live, 0,
-            before + start + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, live, before + start + at,
+            weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
         )
 
 

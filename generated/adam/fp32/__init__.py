@@ -39,15 +39,13 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
-    scalar_4 = lr / (1 - beta1**step) * one_minus_beta1
-    scalar_5 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta2_pow_t
-    scalar_6 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
+    scalar_3 = lr / (1 - beta1**step) * one_minus_beta1
+    scalar_4 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else 1 / root(1 - beta2**step)
+    scalar_5 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
     return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-        one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5,
-        scalar_6,
+        beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5,
     )
 
 
@@ -66,7 +64,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -87,7 +85,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -108,7 +106,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -130,7 +128,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -152,7 +150,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -174,7 +172,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,

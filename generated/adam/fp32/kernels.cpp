@@ -34,14 +34,14 @@ struct adam_float32 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -55,7 +55,7 @@ struct adam_float32 {
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -78,14 +78,14 @@ struct adam_bfloat16 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -100,7 +100,7 @@ struct adam_bfloat16 {
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -125,14 +125,14 @@ struct adam_float16 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -147,7 +147,7 @@ struct adam_float16 {
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p);
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -171,14 +171,14 @@ struct adam_float32_amsgrad {
         float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -195,7 +195,7 @@ struct adam_float32_amsgrad {
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5)), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -220,14 +220,14 @@ struct adam_bfloat16_amsgrad {
         float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -245,7 +245,7 @@ struct adam_bfloat16_amsgrad {
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5)), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -272,14 +272,14 @@ struct adam_float16_amsgrad {
         float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -297,7 +297,7 @@ struct adam_float16_amsgrad {
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5)), p);
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -39,13 +39,9 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
-    scalar_3 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
-    scalar_4 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
-    return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-        one_over_sqrt_one_minus_beta2_pow_t, scalar_3, scalar_4,
-    )
+    scalar_2 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_3 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    return (beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3)
 
 
 def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -53,15 +49,13 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
-    scalar_4 = lr / (1 - beta1**step) * one_minus_beta1
-    scalar_5 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta2_pow_t
-    scalar_6 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
+    scalar_3 = lr / (1 - beta1**step) * one_minus_beta1
+    scalar_4 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else 1 / root(1 - beta2**step)
+    scalar_5 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
     return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-        one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5,
-        scalar_6,
+        beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5,
     )
 
 
@@ -82,7 +76,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_3', 'scalar_4'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -103,7 +97,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -127,7 +121,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_3', 'scalar_4'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -149,7 +143,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -173,7 +167,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_3', 'scalar_4'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -195,7 +189,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -220,7 +214,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_3', 'scalar_4'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -242,7 +236,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -268,7 +262,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_3', 'scalar_4'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -291,7 +285,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -317,7 +311,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_3', 'scalar_4'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -340,7 +334,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,

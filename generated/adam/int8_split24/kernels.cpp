@@ -36,12 +36,12 @@ struct adam_float32 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -120,7 +120,7 @@ struct adam_float32 {
                 const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_2 = fma(-exp_avg, reciprocal(fma(p_sqrt, scalar_3, scalar_4)), p);
+                const F p_2 = fma(-exp_avg, reciprocal(fma(p_sqrt, scalar_2, scalar_3)), p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -229,14 +229,14 @@ struct adam_float32_small {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -250,7 +250,7 @@ struct adam_float32_small {
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -276,12 +276,12 @@ struct adam_bfloat16 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -364,7 +364,7 @@ struct adam_bfloat16 {
                 const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_2 = fma(-exp_avg, 1.0f / fma(p_sqrt, scalar_3, scalar_4), p);
+                const F p_2 = fma(-exp_avg, 1.0f / fma(p_sqrt, scalar_2, scalar_3), p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -477,14 +477,14 @@ struct adam_bfloat16_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -518,7 +518,7 @@ struct adam_bfloat16_small {
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
+            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -550,12 +550,12 @@ struct adam_float16 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -644,7 +644,7 @@ struct adam_float16 {
                 const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_2 = fma(-exp_avg, 1.0f / fma(p_sqrt, scalar_3, scalar_4), p);
+                const F p_2 = fma(-exp_avg, 1.0f / fma(p_sqrt, scalar_2, scalar_3), p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -768,14 +768,14 @@ struct adam_float16_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -815,7 +815,7 @@ struct adam_float16_small {
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
+            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -859,12 +859,12 @@ struct adam_float32_amsgrad {
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -969,7 +969,7 @@ struct adam_float32_amsgrad {
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_2 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4)), p);
+                const F p_2 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_range_sqrt, scalar_2, scalar_3)), p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1107,14 +1107,14 @@ struct adam_float32_amsgrad_small {
         float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -1131,7 +1131,7 @@ struct adam_float32_amsgrad_small {
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5)), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1160,12 +1160,12 @@ struct adam_bfloat16_amsgrad {
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1274,7 +1274,7 @@ struct adam_bfloat16_amsgrad {
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_2 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p);
+                const F p_2 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_2, scalar_3), p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1416,14 +1416,14 @@ struct adam_bfloat16_amsgrad_small {
         float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1460,7 +1460,7 @@ struct adam_bfloat16_amsgrad_small {
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p);
+            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5), p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1495,12 +1495,12 @@ struct adam_float16_amsgrad {
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1615,7 +1615,7 @@ struct adam_float16_amsgrad {
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_2 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p);
+                const F p_2 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_2, scalar_3), p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1768,14 +1768,14 @@ struct adam_float16_amsgrad_small {
         float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1818,7 +1818,7 @@ struct adam_float16_amsgrad_small {
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_4, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p);
+            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5), p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);

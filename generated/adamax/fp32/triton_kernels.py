@@ -19,18 +19,17 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def adamax_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, live, beta1, beta2, eps, weight_decay, grad_scale,
+    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
@@ -41,7 +40,7 @@ def adamax_float32_tile(
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(-tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(exp_inf), p)
+    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -65,8 +64,6 @@ def adamax_float32(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_inf_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -74,36 +71,42 @@ def adamax_float32(
     exp_avg_ptr += origin
     exp_inf_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamax_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_inf_ptr + start + odd * TILE, at, at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamax_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0, at, 0, at, beta1, beta2,
-            eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2,
-            step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adamax_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0, live, 0, at, beta1, beta2,
-            eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
         )
 
 
 @triton.jit
 def adamax_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, live, beta1, beta2, eps, weight_decay, grad_scale,
+    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
@@ -112,7 +115,7 @@ def adamax_bfloat16_tile(
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(-tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(exp_inf), p)
+    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -138,8 +141,6 @@ def adamax_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_inf_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -147,29 +148,35 @@ def adamax_bfloat16(
     exp_avg_ptr += origin
     exp_inf_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamax_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_inf_ptr + start + odd * TILE, at, at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamax_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0, at, 0, at, beta1, beta2,
-            eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2,
-            step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adamax_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0, live, 0, at, beta1, beta2,
-            eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
         )
 
 
 @triton.jit
 def adamax_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, live, beta1, beta2, eps, weight_decay, grad_scale,
+    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -185,7 +192,7 @@ def adamax_float16_tile(
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(-tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(exp_inf), p)
+    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -209,8 +216,6 @@ def adamax_float16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_inf_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -218,21 +223,28 @@ def adamax_float16(
     exp_avg_ptr += origin
     exp_inf_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamax_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_inf_ptr + start + odd * TILE, at, at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamax_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0, at, 0, at, beta1, beta2,
-            eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2,
-            step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adamax_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0, live, 0, at, beta1, beta2,
-            eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
         )
 
 

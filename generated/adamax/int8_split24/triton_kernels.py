@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -30,14 +30,14 @@ def adamax_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_inf_range = get(exp_inf_range_ptr, at_block, live_block, MASKED)
     exp_inf_header = exp_inf_range.to(tl.int32)
@@ -58,7 +58,7 @@ def adamax_float32_tile(
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -89,12 +89,11 @@ def adamax_float32_tile(
     exp_inf_offset = ((noise & 4095) << 12 | 2048) + exp_inf_range_add[:, None]
     exp_inf_range_sub = 1601175552 - exp_inf_base
     exp_inf_position = tl.maximum(tl.minimum(exp_inf_pattern - exp_inf_base[:, None], exp_inf_range_sub[:, None]), 0) * exp_inf_scale[:, None] + exp_inf_offset
-    exp_inf_code = (exp_inf_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_inf_header = exp_inf_first + -128 << 8 | exp_inf_cells
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_inf_ptr, at, exp_inf_code.to(tl.uint8), live, MASKED)
+    put(exp_inf_ptr, at, byte(exp_inf_position, 3), live, MASKED)
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
 
@@ -148,8 +147,19 @@ def adamax_float32(
         exp_inf_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamax_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_inf_ptr + start + odd * TILE,
+                    exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamax_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
@@ -171,13 +181,12 @@ def adamax_float32(
 
 @triton.jit
 def adamax_float32_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, live, beta1, beta2, eps, weight_decay, grad_scale,
+    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
@@ -188,7 +197,7 @@ def adamax_float32_small_tile(
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(-tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(exp_inf), p)
+    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -212,8 +221,6 @@ def adamax_float32_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_inf_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -221,21 +228,28 @@ def adamax_float32_small(
     exp_avg_ptr += origin
     exp_inf_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamax_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_inf_ptr + start + odd * TILE, at, at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamax_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0, at, 0, at, beta1, beta2,
-            eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2,
-            step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adamax_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0, live, 0, at, beta1, beta2,
-            eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
         )
 
 
@@ -248,17 +262,15 @@ def adamax_bfloat16_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_inf_range = get(exp_inf_range_ptr, at_block, live_block, MASKED)
     exp_inf_header = exp_inf_range.to(tl.int32)
@@ -268,7 +280,8 @@ def adamax_bfloat16_tile(
     exp_inf_middle = tl.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = get(exp_inf_ptr, at, live, MASKED)
     exp_inf_value = (exp_inf_middle[:, None] + exp_inf_code.to(tl.int32) * exp_inf_step[:, None]).to(tl.float32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
     # -- update  (specs/adamax.py)
@@ -279,7 +292,7 @@ def adamax_bfloat16_tile(
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -310,15 +323,14 @@ def adamax_bfloat16_tile(
     exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_add[:, None]
     exp_inf_range_sub = 1601175552 - exp_inf_base
     exp_inf_position = tl.maximum(tl.minimum(exp_inf_pattern - exp_inf_base[:, None], exp_inf_range_sub[:, None]), 0) * exp_inf_scale[:, None] + exp_inf_offset
-    exp_inf_code = (exp_inf_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_inf_header = exp_inf_first + -128 << 8 | exp_inf_cells
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_inf_ptr, at, exp_inf_code.to(tl.uint8), live, MASKED)
+    put(exp_inf_ptr, at, byte(exp_inf_position, 3), live, MASKED)
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
 
@@ -374,8 +386,19 @@ def adamax_bfloat16(
         exp_inf_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamax_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_inf_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
+                    at, at_block, before + start + odd * TILE + at, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamax_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
@@ -397,19 +420,18 @@ def adamax_bfloat16(
 
 @triton.jit
 def adamax_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_inf_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1,
-    scalar_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_inf_ptr, at, live, index, beta1, beta2, eps, weight_decay,
+    grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
@@ -418,7 +440,7 @@ def adamax_bfloat16_small_tile(
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(-tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(exp_inf), p)
+    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -429,7 +451,7 @@ def adamax_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -454,7 +476,6 @@ def adamax_bfloat16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_inf_ptr = pointer(row + 4, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -465,11 +486,21 @@ def adamax_bfloat16_small(
     exp_inf_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamax_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_inf_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamax_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at,
+            before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
         )
     tile = count // TILE
@@ -477,8 +508,8 @@ def adamax_bfloat16_small(
     if start < count:
         live = at < count - start
         adamax_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live,
+            before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
         )
 
@@ -507,7 +538,7 @@ def adamax_float16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_inf_range = get(exp_inf_range_ptr, at_block, live_block, MASKED)
     exp_inf_header = exp_inf_range.to(tl.int32)
@@ -529,7 +560,7 @@ def adamax_float16_tile(
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -560,7 +591,6 @@ def adamax_float16_tile(
     exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_add[:, None]
     exp_inf_range_sub = 1601175552 - exp_inf_base
     exp_inf_position = tl.maximum(tl.minimum(exp_inf_pattern - exp_inf_base[:, None], exp_inf_range_sub[:, None]), 0) * exp_inf_scale[:, None] + exp_inf_offset
-    exp_inf_code = (exp_inf_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_inf_header = exp_inf_first + -128 << 8 | exp_inf_cells
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_magnitude = p_bitcast & 2147483647
@@ -579,7 +609,7 @@ def adamax_float16_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_inf_ptr, at, exp_inf_code.to(tl.uint8), live, MASKED)
+    put(exp_inf_ptr, at, byte(exp_inf_position, 3), live, MASKED)
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
 
@@ -635,8 +665,19 @@ def adamax_float16(
         exp_inf_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamax_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_inf_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
+                    at, at_block, before + start + odd * TILE + at, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamax_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
@@ -658,9 +699,9 @@ def adamax_float16(
 
 @triton.jit
 def adamax_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_inf_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1,
-    scalar_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_inf_ptr, at, live, index, beta1, beta2, eps, weight_decay,
+    grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -685,7 +726,7 @@ def adamax_float16_small_tile(
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(-tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(exp_inf), p)
+    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -732,7 +773,6 @@ def adamax_float16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_inf_ptr = pointer(row + 4, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -743,11 +783,21 @@ def adamax_float16_small(
     exp_inf_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamax_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_inf_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamax_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at,
+            before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
         )
     tile = count // TILE
@@ -755,8 +805,8 @@ def adamax_float16_small(
     if start < count:
         live = at < count - start
         adamax_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live,
+            before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
         )
 

@@ -41,12 +41,11 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
-    scalar_4 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
-    scalar_5 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_3 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_4 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+        scalar_4,
     )
 
 
@@ -74,13 +73,9 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     scalar_0 = 1 - rate * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
-    scalar_4 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
-    scalar_5 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
-    return (
-        beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1_times_grad_scale, scalar_2,
-        one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, peak_lr_2,
-    )
+    scalar_3 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_4 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    return (beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
 
 
 VARIANTS = (
@@ -98,7 +93,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -119,7 +114,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -140,7 +135,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -161,7 +156,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -182,7 +177,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -203,7 +198,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -225,7 +220,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -247,7 +242,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -269,7 +264,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -291,7 +286,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -313,7 +308,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -335,7 +330,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,

@@ -19,23 +19,22 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg = exp_avg_stored.to(tl.float32)        # bf16
+    exp_avg = widened(exp_avg_stored)        # bf16
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = exp_avg_sq_stored.to(tl.float32)  # bf16
+    exp_avg_sq = widened(exp_avg_sq_stored)  # bf16
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -43,7 +42,7 @@ def adamw_float32_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
@@ -56,10 +55,9 @@ def adamw_float32_tile(
 
 @triton.jit
 def adamw_float32(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -71,8 +69,6 @@ def adamw_float32(
     exp_avg_ptr = pointer(row + 2, tl.bfloat16, ALIGNED)              # bfloat16 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -80,48 +76,54 @@ def adamw_float32(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adamw_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
         )
 
 
 @triton.jit
 def adamw_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)                    # bf16, nearest
+    p = widened(p_stored)                    # bf16, nearest
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg = exp_avg_stored.to(tl.float32)        # bf16
+    exp_avg = widened(exp_avg_stored)        # bf16
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = exp_avg_sq_stored.to(tl.float32)  # bf16
+    exp_avg_sq = widened(exp_avg_sq_stored)  # bf16
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
@@ -136,10 +138,9 @@ def adamw_bfloat16_tile(
 
 @triton.jit
 def adamw_bfloat16(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -151,8 +152,6 @@ def adamw_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.bfloat16, ALIGNED)              # bfloat16 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -160,38 +159,44 @@ def adamw_bfloat16(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adamw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
         )
 
 
 @triton.jit
 def adamw_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)                    # f16, nearest
+    p = p_stored.to(tl.float32)              # f16, nearest
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg = exp_avg_stored.to(tl.float32)        # bf16
+    exp_avg = widened(exp_avg_stored)        # bf16
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = exp_avg_sq_stored.to(tl.float32)  # bf16
+    exp_avg_sq = widened(exp_avg_sq_stored)  # bf16
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
@@ -201,7 +206,7 @@ def adamw_float16_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
@@ -214,10 +219,9 @@ def adamw_float16_tile(
 
 @triton.jit
 def adamw_float16(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -229,8 +233,6 @@ def adamw_float16(
     exp_avg_ptr = pointer(row + 2, tl.bfloat16, ALIGNED)              # bfloat16 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -238,41 +240,47 @@ def adamw_float16(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adamw_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
         )
 
 
 @triton.jit
 def adamw_float32_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg = exp_avg_stored.to(tl.float32)                # bf16
+    exp_avg = widened(exp_avg_stored)                # bf16
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = exp_avg_sq_stored.to(tl.float32)          # bf16
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq = max_exp_avg_sq_stored.to(tl.float32)  # bf16
+    max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -282,7 +290,7 @@ def adamw_float32_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
@@ -298,10 +306,9 @@ def adamw_float32_amsgrad_tile(
 
 @triton.jit
 def adamw_float32_amsgrad(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -314,8 +321,6 @@ def adamw_float32_amsgrad(
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -324,13 +329,21 @@ def adamw_float32_amsgrad(
     exp_avg_sq_ptr += origin
     max_exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_float32_amsgrad_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_float32_amsgrad_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, 0, at, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
-            step_key, stream_key, False,
+            at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            scalar_3, scalar_4, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -338,33 +351,31 @@ def adamw_float32_amsgrad(
         live = at < count - start
         adamw_float32_amsgrad_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, 0, live, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
-            step_key, stream_key, True,
+            at, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            scalar_3, scalar_4, True,
         )
 
 
 @triton.jit
 def adamw_bfloat16_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)                            # bf16, nearest
+    p = widened(p_stored)                            # bf16, nearest
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg = exp_avg_stored.to(tl.float32)                # bf16
+    exp_avg = widened(exp_avg_stored)                # bf16
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = exp_avg_sq_stored.to(tl.float32)          # bf16
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq = max_exp_avg_sq_stored.to(tl.float32)  # bf16
+    max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -372,7 +383,7 @@ def adamw_bfloat16_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
@@ -390,10 +401,9 @@ def adamw_bfloat16_amsgrad_tile(
 
 @triton.jit
 def adamw_bfloat16_amsgrad(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -406,8 +416,6 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -416,13 +424,21 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_ptr += origin
     max_exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_bfloat16_amsgrad_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_bfloat16_amsgrad_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, 0, at, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
-            step_key, stream_key, False,
+            at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            scalar_3, scalar_4, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -430,29 +446,27 @@ def adamw_bfloat16_amsgrad(
         live = at < count - start
         adamw_bfloat16_amsgrad_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, 0, live, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
-            step_key, stream_key, True,
+            at, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            scalar_3, scalar_4, True,
         )
 
 
 @triton.jit
 def adamw_float16_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, step_key, stream_key,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)                            # f16, nearest
+    p = p_stored.to(tl.float32)                      # f16, nearest
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg = exp_avg_stored.to(tl.float32)                # bf16
+    exp_avg = widened(exp_avg_stored)                # bf16
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = exp_avg_sq_stored.to(tl.float32)          # bf16
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq = max_exp_avg_sq_stored.to(tl.float32)  # bf16
+    max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
@@ -464,7 +478,7 @@ def adamw_float16_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_4, scalar_5)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
@@ -480,10 +494,9 @@ def adamw_float16_amsgrad_tile(
 
 @triton.jit
 def adamw_float16_amsgrad(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -496,8 +509,6 @@ def adamw_float16_amsgrad(
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -506,13 +517,21 @@ def adamw_float16_amsgrad(
     exp_avg_sq_ptr += origin
     max_exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_float16_amsgrad_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_float16_amsgrad_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, 0, at, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
-            step_key, stream_key, False,
+            at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            scalar_3, scalar_4, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -520,9 +539,8 @@ def adamw_float16_amsgrad(
         live = at < count - start
         adamw_float16_amsgrad_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, 0, live, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
-            step_key, stream_key, True,
+            at, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            scalar_3, scalar_4, True,
         )
 
 

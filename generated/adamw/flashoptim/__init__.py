@@ -38,21 +38,34 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    beta1_times_one_over_127 = beta1 * (1 / 127)
     one_over_127 = 1 / 127
-    one_over_255 = 1 / 255
-    one_over_255_times_one_over_255 = one_over_255 * one_over_255
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_4 = (1 - beta2) * grad_scale * grad_scale
+    scalar_5 = root(beta2 * (root(1 / 255 * (1 / 255)) * root(1 / 255 * (1 / 255))))
+    scalar_6 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_7 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    return (
+        one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+        one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_over_127 = 1 / 127
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     beta1_times_one_over_127 = beta1 * one_over_127
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_6 = (1 - beta2) * grad_scale * grad_scale
-    beta2_times_one_over_255_times_one_over_255 = beta2 * one_over_255_times_one_over_255
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
-    scalar_9 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
-    scalar_10 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_4 = (1 - beta2) * grad_scale * grad_scale
+    scalar_5 = root(beta2 * (root(1 / 255 * (1 / 255)) * root(1 / 255 * (1 / 255))))
+    scalar_6 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_7 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
     return (
-        eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-        one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-        beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
+        one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+        one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7,
     )
 
 
@@ -72,27 +85,117 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    peak_lr_2 = max(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, max(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    scalar_0 = 1 - rate * weight_decay
+    beta1_times_one_over_127 = beta1 * (1 / 127)
+    one_over_127 = 1 / 127
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_4 = (1 - beta2) * grad_scale * grad_scale
+    scalar_5 = root(beta2 * (root(1 / 255 * (1 / 255)) * root(1 / 255 * (1 / 255))))
+    scalar_6 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_7 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    return (
+        scalar_0, beta1_times_one_over_127, one_over_127, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        scalar_6, scalar_7, peak_lr_2,
+    )
+
+
+def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     peak_lr_2 = max(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
     rate = divide(lr, max(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
     one_over_127 = 1 / 127
-    one_over_255 = 1 / 255
-    one_over_255_times_one_over_255 = one_over_255 * one_over_255
-    scalar_3 = 1 - rate * weight_decay
+    scalar_1 = 1 - rate * weight_decay
     beta1_times_one_over_127 = beta1 * one_over_127
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_6 = (1 - beta2) * grad_scale * grad_scale
-    beta2_times_one_over_255_times_one_over_255 = beta2 * one_over_255_times_one_over_255
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
-    scalar_9 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
-    scalar_10 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_4 = (1 - beta2) * grad_scale * grad_scale
+    scalar_5 = root(beta2 * (root(1 / 255 * (1 / 255)) * root(1 / 255 * (1 / 255))))
+    scalar_6 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_7 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
     return (
-        eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255, scalar_3,
-        beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-        beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-        peak_lr_2,
+        one_over_127, scalar_1, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        scalar_6, scalar_7, peak_lr_2,
+    )
+
+
+def kernel_scalars_5(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    sqrt_one_over_255_times_one_over_255 = root(1 / 255 * (1 / 255))
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    beta1_times_one_over_127 = beta1 * (1 / 127)
+    one_over_127 = 1 / 127
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_5 = (1 - beta2) * grad_scale * grad_scale
+    scalar_6 = root(beta2 * (sqrt_one_over_255_times_one_over_255 * sqrt_one_over_255_times_one_over_255))
+    scalar_7 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_8 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    return (
+        sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+        one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
+    )
+
+
+def kernel_scalars_6(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_over_127 = 1 / 127
+    sqrt_one_over_255_times_one_over_255 = root(1 / 255 * (1 / 255))
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    beta1_times_one_over_127 = beta1 * one_over_127
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_5 = (1 - beta2) * grad_scale * grad_scale
+    scalar_6 = root(beta2 * (sqrt_one_over_255_times_one_over_255 * sqrt_one_over_255_times_one_over_255))
+    scalar_7 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_8 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    return (
+        one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+        beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
+    )
+
+
+def kernel_scalars_7(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    peak_lr_2 = max(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, max(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    sqrt_one_over_255_times_one_over_255 = root(1 / 255 * (1 / 255))
+    scalar_1 = 1 - rate * weight_decay
+    beta1_times_one_over_127 = beta1 * (1 / 127)
+    one_over_127 = 1 / 127
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_5 = (1 - beta2) * grad_scale * grad_scale
+    scalar_6 = root(beta2 * (sqrt_one_over_255_times_one_over_255 * sqrt_one_over_255_times_one_over_255))
+    scalar_7 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_8 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    return (
+        sqrt_one_over_255_times_one_over_255, scalar_1, beta1_times_one_over_127, one_over_127,
+        one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, peak_lr_2,
+    )
+
+
+def kernel_scalars_8(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    peak_lr_2 = max(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, max(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    one_over_127 = 1 / 127
+    sqrt_one_over_255_times_one_over_255 = root(1 / 255 * (1 / 255))
+    scalar_2 = 1 - rate * weight_decay
+    beta1_times_one_over_127 = beta1 * one_over_127
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_5 = (1 - beta2) * grad_scale * grad_scale
+    scalar_6 = root(beta2 * (sqrt_one_over_255_times_one_over_255 * sqrt_one_over_255_times_one_over_255))
+    scalar_7 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_8 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    return (
+        one_over_127, sqrt_one_over_255_times_one_over_255, scalar_2, beta1_times_one_over_127,
+        one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, peak_lr_2,
     )
 
 
@@ -113,7 +216,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
         kernel_host=kernel_scalars,
         block=32,
         stochastic=False,
@@ -137,8 +240,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('one_over_127', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_host=kernel_scalars_2,
         block=32,
         stochastic=False,
         host_states=(),
@@ -161,8 +264,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('one_over_127', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_host=kernel_scalars_2,
         block=32,
         stochastic=False,
         host_states=(),
@@ -184,8 +287,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('scalar_0', 'beta1_times_one_over_127', 'one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_host=kernel_scalars_3,
         block=32,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
@@ -208,8 +311,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('one_over_127', 'scalar_1', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_host=kernel_scalars_4,
         block=32,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
@@ -232,8 +335,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('one_over_127', 'scalar_1', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_host=kernel_scalars_4,
         block=32,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
@@ -257,8 +360,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('sqrt_one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_host=kernel_scalars_5,
         block=32,
         stochastic=False,
         host_states=(),
@@ -283,8 +386,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('one_over_127', 'sqrt_one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_host=kernel_scalars_6,
         block=32,
         stochastic=False,
         host_states=(),
@@ -309,8 +412,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('one_over_127', 'sqrt_one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_host=kernel_scalars_6,
         block=32,
         stochastic=False,
         host_states=(),
@@ -334,8 +437,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('sqrt_one_over_255_times_one_over_255', 'scalar_1', 'beta1_times_one_over_127', 'one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_host=kernel_scalars_7,
         block=32,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
@@ -360,8 +463,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('one_over_127', 'sqrt_one_over_255_times_one_over_255', 'scalar_2', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_host=kernel_scalars_8,
         block=32,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
@@ -386,8 +489,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale', 'one_over_127', 'one_over_255', 'one_over_255_times_one_over_255', 'scalar_3', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_6', 'beta2_times_one_over_255_times_one_over_255', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_9', 'scalar_10'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('one_over_127', 'sqrt_one_over_255_times_one_over_255', 'scalar_2', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_host=kernel_scalars_8,
         block=32,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),

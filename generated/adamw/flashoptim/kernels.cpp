@@ -13,7 +13,7 @@
 //     exp_avg_sq  1.0625 B  8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
 //                 |error| <= 0.00196 scale; scale = largest |root| of the block, in [6.1e-05, 65504]; beyond it: no bound
 //   traffic   12.25 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, square, step
 // clang-format off
 #include "optgen.h"
 
@@ -34,14 +34,14 @@ struct adamw_float32 {
         uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[3];     // float16 [blocks of 32]  read and written
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];          // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[5];  // float16 [blocks of 32]  read and written
+        const F one_minus_lr_times_weight_decay(scalars[0]);
+        const F beta1_times_one_over_127(scalars[1]);
         const F one_over_127(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F beta1_times_one_over_127(scalars[6]);
-        const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F scalar_6(scalars[8]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
-        const F scalar_9(scalars[11]);
-        const F scalar_10(scalars[12]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_4(scalars[4]);
+        const F scalar_5(scalars[5]);
+        const F scalar_6(scalars[6]);
+        const F scalar_7(scalars[7]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -59,7 +59,7 @@ struct adamw_float32 {
             const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
@@ -81,11 +81,12 @@ struct adamw_float32 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_6 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
+                const F exp_avg_sq = fma(scalar_4 * g, g, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(exp_avg_sq_value, scalar_9, scalar_10)), p_2);
+                const F p_3 = fma(-exp_avg, reciprocal(fma(exp_avg_sq_value, scalar_6, scalar_7)), p_2);
                 take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -143,14 +144,14 @@ struct adamw_bfloat16 {
         uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[4];     // float16 [blocks of 32]  read and written
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];          // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];  // float16 [blocks of 32]  read and written
-        const F one_over_127(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F beta1_times_one_over_127(scalars[6]);
-        const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F scalar_6(scalars[8]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
-        const F scalar_9(scalars[11]);
-        const F scalar_10(scalars[12]);
+        const F one_over_127(scalars[0]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F beta1_times_one_over_127(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_4(scalars[4]);
+        const F scalar_5(scalars[5]);
+        const F scalar_6(scalars[6]);
+        const F scalar_7(scalars[7]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -168,7 +169,7 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
@@ -199,11 +200,12 @@ struct adamw_bfloat16 {
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
+                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_9, scalar_10), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
                 const I p_kept = min(p_x_bits, I(2143289344)) + p_carry >> 16;
@@ -274,14 +276,14 @@ struct adamw_float16 {
         uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[4];     // float16 [blocks of 32]  read and written
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];          // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];  // float16 [blocks of 32]  read and written
-        const F one_over_127(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F beta1_times_one_over_127(scalars[6]);
-        const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F scalar_6(scalars[8]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
-        const F scalar_9(scalars[11]);
-        const F scalar_10(scalars[12]);
+        const F one_over_127(scalars[0]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F beta1_times_one_over_127(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_4(scalars[4]);
+        const F scalar_5(scalars[5]);
+        const F scalar_6(scalars[6]);
+        const F scalar_7(scalars[7]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -299,7 +301,7 @@ struct adamw_float16 {
             const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
@@ -330,11 +332,12 @@ struct adamw_float16 {
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
+                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_9, scalar_10), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
                 const I p_kept = narrow_half(p_3);
                 const F p_weight_2 = widen_half(p_kept);
                 const F p_error = p_3 - p_weight_2;
@@ -404,15 +407,15 @@ struct adamw_float32_amsgrad {
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[5];      // float16 [blocks of 32]  read and written
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];          // uint8 [n]  read and written
         uint16_t *__restrict max_exp_avg_sq_scale_at = (uint16_t *)at[7];  // float16 [blocks of 32]  read and written
-        const F one_over_127(scalars[2]);
-        const F one_over_255_times_one_over_255(scalars[4]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F beta1_times_one_over_127(scalars[6]);
-        const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F scalar_6(scalars[8]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
-        const F scalar_9(scalars[11]);
-        const F scalar_10(scalars[12]);
+        const F sqrt_one_over_255_times_one_over_255(scalars[0]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F beta1_times_one_over_127(scalars[2]);
+        const F one_over_127(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_5(scalars[5]);
+        const F scalar_6(scalars[6]);
+        const F scalar_7(scalars[7]);
+        const F scalar_8(scalars[8]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
@@ -422,7 +425,7 @@ struct adamw_float32_amsgrad {
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float g_rcp_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_scale_mul_3_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -435,9 +438,9 @@ struct adamw_float32_amsgrad {
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
             const F max_exp_avg_sq_scale_2 = widen_half(max_exp_avg_sq_scale);
-            const F max_exp_avg_sq_scale_mul = one_over_255_times_one_over_255 * (max_exp_avg_sq_scale_2 * max_exp_avg_sq_scale_2);
+            const F max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale_2;
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale_2;
             store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
@@ -459,20 +462,22 @@ struct adamw_float32_amsgrad {
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2 * max_exp_avg_sq_code_2;
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_6 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
+                const F exp_avg_sq = fma(scalar_5 * g, g, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_value, scalar_9, scalar_10)), p_2);
+                const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_value, scalar_7, scalar_8)), p_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
@@ -498,11 +503,11 @@ struct adamw_float32_amsgrad {
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
             const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
-            const F max_exp_avg_sq_scale_mul_2 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
+            const F max_exp_avg_sq_scale_mul_3 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
             store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_scale_mul_3_kept + b, max_exp_avg_sq_scale_mul_3);
             store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
             store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
             store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
@@ -513,14 +518,14 @@ struct adamw_float32_amsgrad {
             const F g_mul(g_mul_kept[b]);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
                 store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
-                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
+                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_3, max_exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -544,15 +549,15 @@ struct adamw_bfloat16_amsgrad {
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];      // float16 [blocks of 32]  read and written
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];          // uint8 [n]  read and written
         uint16_t *__restrict max_exp_avg_sq_scale_at = (uint16_t *)at[8];  // float16 [blocks of 32]  read and written
-        const F one_over_127(scalars[2]);
-        const F one_over_255_times_one_over_255(scalars[4]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F beta1_times_one_over_127(scalars[6]);
-        const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F scalar_6(scalars[8]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
-        const F scalar_9(scalars[11]);
-        const F scalar_10(scalars[12]);
+        const F one_over_127(scalars[0]);
+        const F sqrt_one_over_255_times_one_over_255(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F beta1_times_one_over_127(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_5(scalars[5]);
+        const F scalar_6(scalars[6]);
+        const F scalar_7(scalars[7]);
+        const F scalar_8(scalars[8]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
@@ -562,7 +567,7 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float g_rcp_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_scale_mul_3_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -575,9 +580,9 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
             const F max_exp_avg_sq_scale_2 = widen_half(max_exp_avg_sq_scale);
-            const F max_exp_avg_sq_scale_mul = one_over_255_times_one_over_255 * (max_exp_avg_sq_scale_2 * max_exp_avg_sq_scale_2);
+            const F max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale_2;
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale_2;
             store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
@@ -608,20 +613,22 @@ struct adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
                 // bf16 and its rounding error in 1/254 ulp (FlashOptim)
                 const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
+                const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2 * max_exp_avg_sq_code_2;
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
                 const F g_stored = Grad::load(g_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
+                const F exp_avg_sq = fma(scalar_5 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_9, scalar_10), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
@@ -660,11 +667,11 @@ struct adamw_bfloat16_amsgrad {
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
             const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
-            const F max_exp_avg_sq_scale_mul_2 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
+            const F max_exp_avg_sq_scale_mul_3 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
             store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_scale_mul_3_kept + b, max_exp_avg_sq_scale_mul_3);
             store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
             store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
             store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
@@ -675,14 +682,14 @@ struct adamw_bfloat16_amsgrad {
             const F g_mul(g_mul_kept[b]);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
                 store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
-                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
+                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_3, max_exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -706,15 +713,15 @@ struct adamw_float16_amsgrad {
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];      // float16 [blocks of 32]  read and written
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];          // uint8 [n]  read and written
         uint16_t *__restrict max_exp_avg_sq_scale_at = (uint16_t *)at[8];  // float16 [blocks of 32]  read and written
-        const F one_over_127(scalars[2]);
-        const F one_over_255_times_one_over_255(scalars[4]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F beta1_times_one_over_127(scalars[6]);
-        const F one_minus_beta1_times_grad_scale(scalars[7]);
-        const F scalar_6(scalars[8]);
-        const F beta2_times_one_over_255_times_one_over_255(scalars[9]);
-        const F scalar_9(scalars[11]);
-        const F scalar_10(scalars[12]);
+        const F one_over_127(scalars[0]);
+        const F sqrt_one_over_255_times_one_over_255(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F beta1_times_one_over_127(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_5(scalars[5]);
+        const F scalar_6(scalars[6]);
+        const F scalar_7(scalars[7]);
+        const F scalar_8(scalars[8]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
@@ -724,7 +731,7 @@ struct adamw_float16_amsgrad {
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float g_rcp_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_scale_mul_3_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -737,9 +744,9 @@ struct adamw_float16_amsgrad {
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
             const F max_exp_avg_sq_scale_2 = widen_half(max_exp_avg_sq_scale);
-            const F max_exp_avg_sq_scale_mul = one_over_255_times_one_over_255 * (max_exp_avg_sq_scale_2 * max_exp_avg_sq_scale_2);
+            const F max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale_2;
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale_2;
             store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
@@ -770,20 +777,22 @@ struct adamw_float16_amsgrad {
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
                 // f16 and its rounding error in 1/254 ulp (FlashOptim)
                 const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
+                const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2 * max_exp_avg_sq_code_2;
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
                 const F g_stored = Grad::load(g_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_2 * exp_avg_sq_code_2);
+                const F exp_avg_sq = fma(scalar_5 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_9, scalar_10), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const I p_kept = narrow_half(p_3);
                 const F p_weight_2 = widen_half(p_kept);
@@ -820,11 +829,11 @@ struct adamw_float16_amsgrad {
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
             const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
-            const F max_exp_avg_sq_scale_mul_2 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
+            const F max_exp_avg_sq_scale_mul_3 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
             store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_scale_mul_3_kept + b, max_exp_avg_sq_scale_mul_3);
             store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
             store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
             store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
@@ -835,14 +844,14 @@ struct adamw_float16_amsgrad {
             const F g_mul(g_mul_kept[b]);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
                 store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
-                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
+                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_3, max_exp_avg_sq_value, 0.5f)));
             }
         }
     }

@@ -13,46 +13,45 @@
 #     exp_avg_sq  1.0625 B  8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
 #                 |error| <= 0.00196 scale; scale = largest |root| of the block, in [6.1e-05, 65504]; beyond it: no bound
 #   traffic   12.25 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, square, step
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, get, inverse, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import block_magnitude, block_max, counter, get, inverse, minus, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def adamw_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, index, eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-    beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-    step_key, stream_key, MASKED: tl.constexpr,
+    live_block, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
-    exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_6 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_4 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_9, scalar_10)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_6, scalar_7)), p)
     # -- encode and store
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
@@ -70,12 +69,10 @@ def adamw_float32_tile(
 
 @triton.jit
 def adamw_float32(
-    table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
-    one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, beta1_times_one_over_127: tl.float32,
+    one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32,
+    scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -89,7 +86,6 @@ def adamw_float32(
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 32
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -106,10 +102,8 @@ def adamw_float32(
             live = (lane < columns) & live_block[:, None]
             adamw_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, where, eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, True,
+                live_block, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
     else:
         origin = first * TILE
@@ -120,15 +114,24 @@ def adamw_float32(
         exp_avg_sq_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at, eps,
-                grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, False,
+                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -137,54 +140,51 @@ def adamw_float32(
             live_block = at_block * 32 < count - start
             adamw_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at, eps,
-                grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, True,
+                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
 
 
 @triton.jit
 def adamw_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, index, eps, grad_scale, one_over_127, one_over_255,
-    one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-    one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p_weight = p_stored.to(tl.float32)
+    p_weight = widened(p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_code = (weight_low_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    p_code = counter(weight_low_code) - 8388736.0
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
     p_add = p_biased + -135
     part = p_add >> 1
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
     p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
-    exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_9, scalar_10)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_6, scalar_7)), p)
     # -- encode and store
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
@@ -193,7 +193,7 @@ def adamw_bfloat16_tile(
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     p_kept = (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    p_weight = p_kept.to(tl.float32)
+    p_weight = widened(p_kept)
     p_error = p - p_weight
     p_error = tl.where(p_error == p_error, p_error, 0.0)
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
@@ -215,12 +215,10 @@ def adamw_bfloat16_tile(
 
 @triton.jit
 def adamw_bfloat16(
-    table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
-    one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, one_over_127: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32,
+    scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -235,7 +233,6 @@ def adamw_bfloat16(
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 32
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -252,10 +249,8 @@ def adamw_bfloat16(
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, where, eps, grad_scale, one_over_127, one_over_255,
-                one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+                where, block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
     else:
         origin = first * TILE
@@ -267,15 +262,24 @@ def adamw_bfloat16(
         exp_avg_sq_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, at, eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, False,
+                at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -285,38 +289,34 @@ def adamw_bfloat16(
             adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, at, eps, grad_scale, one_over_127, one_over_255,
-                one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+                at_block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
 
 
 @triton.jit
 def adamw_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, index, eps, grad_scale, one_over_127, one_over_255,
-    one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-    one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p_weight = p_stored.to(tl.float32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_code = (weight_low_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    p_code = counter(weight_low_code) - 8388736.0
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
     p_add = p_biased + -138
     part = p_add >> 1
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
     p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -326,12 +326,13 @@ def adamw_float16_tile(
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
-    exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_9, scalar_10)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_6, scalar_7)), p)
     # -- encode and store
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
@@ -360,12 +361,10 @@ def adamw_float16_tile(
 
 @triton.jit
 def adamw_float16(
-    table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
-    one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, one_over_127: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32,
+    scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -380,7 +379,6 @@ def adamw_float16(
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 32
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -397,10 +395,8 @@ def adamw_float16(
             live = (lane < columns) & live_block[:, None]
             adamw_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, where, eps, grad_scale, one_over_127, one_over_255,
-                one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+                where, block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
     else:
         origin = first * TILE
@@ -412,15 +408,24 @@ def adamw_float16(
         exp_avg_sq_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, at, eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, False,
+                at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -430,53 +435,52 @@ def adamw_float16(
             adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, at, eps, grad_scale, one_over_127, one_over_255,
-                one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+                at_block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
 
 
 @triton.jit
 def adamw_float32_amsgrad_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, eps, grad_scale, one_over_127,
-    one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-    one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, sqrt_one_over_255_times_one_over_255,
+    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+    one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_code = (max_exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    max_exp_avg_sq_scale_mul = one_over_255_times_one_over_255 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
+    max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
+    max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
+    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
-    exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_6 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_5 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(max_exp_avg_sq_value, scalar_9, scalar_10)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_7, scalar_8)), p)
     # -- encode and store
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
@@ -500,12 +504,11 @@ def adamw_float32_amsgrad_tile(
 
 @triton.jit
 def adamw_float32_amsgrad(
-    table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
-    one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, sqrt_one_over_255_times_one_over_255: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, beta1_times_one_over_127: tl.float32,
+    one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -521,7 +524,6 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float16, ALIGNED)  # float16 [blocks of 32]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
-    stream_key = tl.load(row + 10).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 32
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -538,10 +540,9 @@ def adamw_float32_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_float32_amsgrad_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, eps, grad_scale, one_over_127,
-                one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+                max_exp_avg_sq_scale_ptr, where, block, live, live_block, sqrt_one_over_255_times_one_over_255,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
     else:
         origin = first * TILE
@@ -554,15 +555,26 @@ def adamw_float32_amsgrad(
         max_exp_avg_sq_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_float32_amsgrad_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                    one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_float32_amsgrad_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at, eps, grad_scale, one_over_127,
-                one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_6, beta2_times_one_over_255_times_one_over_255,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10, step_key, stream_key, False,
+                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -572,64 +584,62 @@ def adamw_float32_amsgrad(
             adamw_float32_amsgrad_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at, eps, grad_scale,
-                one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, True,
+                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
+                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
 
 
 @triton.jit
 def adamw_bfloat16_amsgrad_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, eps, grad_scale,
-    one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-    beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-    step_key, stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, one_over_127,
+    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+    one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p_weight = p_stored.to(tl.float32)
+    p_weight = widened(p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_code = (weight_low_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    p_code = counter(weight_low_code) - 8388736.0
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
     p_add = p_biased + -135
     part = p_add >> 1
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_code = (max_exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
     p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
-    max_exp_avg_sq_scale_mul = one_over_255_times_one_over_255 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
+    max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
+    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
-    exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_5 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(max_exp_avg_sq_value, scalar_9, scalar_10)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_7, scalar_8)), p)
     # -- encode and store
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
@@ -641,7 +651,7 @@ def adamw_bfloat16_amsgrad_tile(
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     p_kept = (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    p_weight = p_kept.to(tl.float32)
+    p_weight = widened(p_kept)
     p_error = p - p_weight
     p_error = tl.where(p_error == p_error, p_error, 0.0)
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
@@ -666,11 +676,10 @@ def adamw_bfloat16_amsgrad_tile(
 
 @triton.jit
 def adamw_bfloat16_amsgrad(
-    table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
-    one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, one_over_127: tl.float32, sqrt_one_over_255_times_one_over_255: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, beta1_times_one_over_127: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -688,7 +697,6 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_scale_ptr = pointer(row + 8, tl.float16, ALIGNED)  # float16 [blocks of 32]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
-    stream_key = tl.load(row + 11).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 32
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -705,11 +713,9 @@ def adamw_bfloat16_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, eps, grad_scale,
-                one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, one_over_127,
+                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
     else:
         origin = first * TILE
@@ -723,16 +729,28 @@ def adamw_bfloat16_amsgrad(
         max_exp_avg_sq_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_bfloat16_amsgrad_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, one_over_127, sqrt_one_over_255_times_one_over_255,
+                    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5,
+                    scalar_6, scalar_7, scalar_8, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_bfloat16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at,
-                eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
+                False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -742,49 +760,46 @@ def adamw_bfloat16_amsgrad(
             adamw_bfloat16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at,
-                eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, True,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
+                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
 
 
 @triton.jit
 def adamw_float16_amsgrad_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, eps, grad_scale,
-    one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-    beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-    step_key, stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, one_over_127,
+    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+    one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p_weight = p_stored.to(tl.float32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_code = (weight_low_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    p_code = counter(weight_low_code) - 8388736.0
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
     p_add = p_biased + -138
     part = p_add >> 1
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_code = (max_exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
     p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
-    max_exp_avg_sq_scale_mul = one_over_255_times_one_over_255 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
+    max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
+    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -792,14 +807,15 @@ def adamw_float16_amsgrad_tile(
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
-    exp_avg_sq_scale_mul = beta2_times_one_over_255_times_one_over_255 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_5 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(max_exp_avg_sq_value, scalar_9, scalar_10)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_7, scalar_8)), p)
     # -- encode and store
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
@@ -834,11 +850,10 @@ def adamw_float16_amsgrad_tile(
 
 @triton.jit
 def adamw_float16_amsgrad(
-    table, work, eps: tl.float32, grad_scale: tl.float32, one_over_127: tl.float32, one_over_255: tl.float32,
-    one_over_255_times_one_over_255: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_6: tl.float32,
-    beta2_times_one_over_255_times_one_over_255: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    scalar_9: tl.float32, scalar_10: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, one_over_127: tl.float32, sqrt_one_over_255_times_one_over_255: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, beta1_times_one_over_127: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -856,7 +871,6 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_scale_ptr = pointer(row + 8, tl.float16, ALIGNED)  # float16 [blocks of 32]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
-    stream_key = tl.load(row + 11).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 32
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -873,11 +887,9 @@ def adamw_float16_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_float16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, eps, grad_scale,
-                one_over_127, one_over_255, one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, one_over_127,
+                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
     else:
         origin = first * TILE
@@ -891,16 +903,28 @@ def adamw_float16_amsgrad(
         max_exp_avg_sq_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_float16_amsgrad_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, one_over_127, sqrt_one_over_255_times_one_over_255,
+                    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5,
+                    scalar_6, scalar_7, scalar_8, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_float16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at,
-                eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
+                False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -910,11 +934,9 @@ def adamw_float16_amsgrad(
             adamw_float16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at,
-                eps, grad_scale, one_over_127, one_over_255, one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_6,
-                beta2_times_one_over_255_times_one_over_255, one_over_sqrt_one_minus_beta2_pow_t, scalar_9, scalar_10,
-                step_key, stream_key, True,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
+                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
 
 

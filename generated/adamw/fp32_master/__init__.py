@@ -41,15 +41,13 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
-    scalar_5 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
-    scalar_6 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta2_pow_t
-    scalar_7 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
+    scalar_4 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
+    scalar_5 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else 1 / root(1 - beta2**step)
+    scalar_6 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-        scalar_6, scalar_7,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6,
     )
 
 
@@ -77,15 +75,13 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     scalar_0 = 1 - rate * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
-    scalar_5 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
-    scalar_6 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta2_pow_t
-    scalar_7 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
+    scalar_4 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
+    scalar_5 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else 1 / root(1 - beta2**step)
+    scalar_6 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
     return (
-        beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1_times_grad_scale, scalar_2,
-        one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-        scalar_7, peak_lr_2,
+        beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, peak_lr_2,
     )
 
 
@@ -104,7 +100,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -126,7 +122,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -148,7 +144,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -169,7 +165,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -191,7 +187,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -213,7 +209,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -235,7 +231,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -258,7 +254,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -281,7 +277,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -303,7 +299,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -326,7 +322,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -349,7 +345,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,

@@ -34,13 +34,13 @@ struct adamw_float32 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -54,7 +54,7 @@ struct adamw_float32 {
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -78,13 +78,13 @@ struct adamw_bfloat16 {
         float *__restrict exp_avg_sq_at = (float *)at[4];     // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -99,7 +99,7 @@ struct adamw_bfloat16 {
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p);
+            const F p_2 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -126,13 +126,13 @@ struct adamw_float16 {
         float *__restrict exp_avg_sq_at = (float *)at[4];     // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -147,7 +147,7 @@ struct adamw_float16 {
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p);
+            const F p_2 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
             store(p_at + i, narrow_half(p_2));
             store(weight_master_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
@@ -172,13 +172,13 @@ struct adamw_float32_amsgrad {
         float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -195,7 +195,7 @@ struct adamw_float32_amsgrad {
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -221,13 +221,13 @@ struct adamw_bfloat16_amsgrad {
         float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -245,7 +245,7 @@ struct adamw_bfloat16_amsgrad {
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_6, scalar_7)), p);
+            const F p_2 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -274,13 +274,13 @@ struct adamw_float16_amsgrad {
         float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -298,7 +298,7 @@ struct adamw_float16_amsgrad {
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_6, scalar_7)), p);
+            const F p_2 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p);
             store(p_at + i, narrow_half(p_2));
             store(weight_master_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);

@@ -13,7 +13,7 @@
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
 //                 |error| <= 0.00196 scale; scale <= max(largest |root| of the block, 5.55e-17) * (1 + 0.00195)
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, square, step
 // clang-format off
 #include "optgen.h"
 
@@ -35,16 +35,18 @@ struct adamw_float32 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F scalar_2(scalars[5]);
-        const F beta2_times_1p5378693166672797em05(scalars[6]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F scalar_2(scalars[3]);
+        const F scalar_3(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F scalar_5(scalars[6]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
@@ -62,9 +64,13 @@ struct adamw_float32 {
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale_2;
+            const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
+            const I exp_avg_sq_scale_bitcast = bits(exp_avg_sq_scale_mul * 0.4990234375f);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
@@ -72,25 +78,26 @@ struct adamw_float32 {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_code_3 = max(exp_avg_sq_code_2, F(0.4990234375f));
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
+                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(exp_avg_sq_value, scalar_5, scalar_6)), p_2);
+                const F p_3 = fma(-exp_avg, reciprocal(fma(exp_avg_sq_value, scalar_4, scalar_5)), p_2);
                 const F g_abs = abs(exp_avg);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
@@ -148,13 +155,13 @@ struct adamw_float32_small {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -168,7 +175,7 @@ struct adamw_float32_small {
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -193,16 +200,18 @@ struct adamw_bfloat16 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F scalar_2(scalars[5]);
-        const F beta2_times_1p5378693166672797em05(scalars[6]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F scalar_2(scalars[3]);
+        const F scalar_3(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F scalar_5(scalars[6]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
@@ -220,9 +229,13 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale_2;
+            const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
+            const I exp_avg_sq_scale_bitcast = bits(exp_avg_sq_scale_mul * 0.4990234375f);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
@@ -230,6 +243,8 @@ struct adamw_bfloat16 {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -240,20 +255,19 @@ struct adamw_bfloat16 {
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_code_3 = max(exp_avg_sq_code_2, F(0.4990234375f));
                 const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, nearest
                 const F g_stored = Grad::load(g_at + i);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;     // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_5, scalar_6), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
                 const F g_abs = abs(exp_avg);
                 const I p_word = min(bits(p_3), I(2143289344)) + 32896;
                 const I p_low_2 = p_word >> 8;
@@ -315,13 +329,13 @@ struct adamw_bfloat16_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -340,7 +354,7 @@ struct adamw_bfloat16_small {
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
             const I p_word = min(bits(p_3), I(2143289344)) + 32896;
             const I p_low_2 = p_word >> 8;
             store(p_at + i, p_word >> 16);
@@ -368,16 +382,18 @@ struct adamw_float16 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F scalar_2(scalars[5]);
-        const F beta2_times_1p5378693166672797em05(scalars[6]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F scalar_2(scalars[3]);
+        const F scalar_3(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F scalar_5(scalars[6]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
@@ -395,9 +411,13 @@ struct adamw_float16 {
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale_2;
+            const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
+            const I exp_avg_sq_scale_bitcast = bits(exp_avg_sq_scale_mul * 0.4990234375f);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
@@ -405,6 +425,8 @@ struct adamw_float16 {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -420,21 +442,20 @@ struct adamw_float16 {
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_code_3 = max(exp_avg_sq_code_2, F(0.4990234375f));
                 // f16 and 8 more bits, nearest
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_5, scalar_6), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
                 const F g_abs = abs(exp_avg);
                 const I g_bitcast = bits(p_3);
                 const I p_magnitude = g_bitcast & 2147483647;
@@ -505,13 +526,13 @@ struct adamw_float16_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -536,7 +557,7 @@ struct adamw_float16_small {
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
+            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             const I g_bitcast = bits(p_3);
             const I p_magnitude = g_bitcast & 2147483647;
             const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
@@ -574,21 +595,26 @@ struct adamw_float32_amsgrad {
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_scale_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F scalar_2(scalars[5]);
-        const F beta2_times_1p5378693166672797em05(scalars[6]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F sqrt_1p5378693166672797em05(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_3(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F scalar_5(scalars[6]);
+        const F scalar_6(scalars[7]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) int32_t max_exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -609,20 +635,32 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
-            const F max_exp_avg_sq_scale_mul = 1.5378693206002936e-05f * (max_exp_avg_sq_scale_2 * max_exp_avg_sq_scale_2);
+            const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
+            const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
+            const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
+            const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
+            const I exp_avg_sq_scale_bitcast = bits(exp_avg_sq_scale_mul * 0.4990234375f);
             store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
+            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_scale_bitcast_kept + b, max_exp_avg_sq_scale_bitcast);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
+            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const I max_exp_avg_sq_scale_bitcast(max_exp_avg_sq_scale_bitcast_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
@@ -630,21 +668,19 @@ struct adamw_float32_amsgrad {
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_code_3 = max(exp_avg_sq_code_2, F(0.4990234375f));
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const F max_exp_avg_sq_code_3 = max(max_exp_avg_sq_code_2, F(0.4990234375f));
+                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(max_exp_avg_sq_code | 1258291200), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3 * max_exp_avg_sq_code_3;
+                const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
+                const F exp_avg_sq = fma(scalar_3 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -679,10 +715,10 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
-            const F max_exp_avg_sq_scale_mul_2 = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
+            const F max_exp_avg_sq_mul = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_mul_kept + b, max_exp_avg_sq_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_up + -536870912 >> 14);
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up + -536870912 >> 14);
@@ -692,14 +728,14 @@ struct adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const F g_mul(g_mul_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const F max_exp_avg_sq_mul(max_exp_avg_sq_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, bits(fma(exp_avg, reciprocal(fma(0.003937007859349251f, abs(exp_avg), g_mul)), 12583040.0f)));
                 store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 12582912.0f)));
+                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -721,13 +757,13 @@ struct adamw_float32_amsgrad_small {
         float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -744,7 +780,7 @@ struct adamw_float32_amsgrad_small {
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -772,21 +808,26 @@ struct adamw_bfloat16_amsgrad {
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_scale_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F scalar_2(scalars[5]);
-        const F beta2_times_1p5378693166672797em05(scalars[6]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F sqrt_1p5378693166672797em05(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_3(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F scalar_5(scalars[6]);
+        const F scalar_6(scalars[7]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) int32_t max_exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -807,20 +848,32 @@ struct adamw_bfloat16_amsgrad {
             const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
-            const F max_exp_avg_sq_scale_mul = 1.5378693206002936e-05f * (max_exp_avg_sq_scale_2 * max_exp_avg_sq_scale_2);
+            const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
+            const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
+            const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
+            const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
+            const I exp_avg_sq_scale_bitcast = bits(exp_avg_sq_scale_mul * 0.4990234375f);
             store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
+            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_scale_bitcast_kept + b, max_exp_avg_sq_scale_bitcast);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
+            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const I max_exp_avg_sq_scale_bitcast(max_exp_avg_sq_scale_bitcast_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
@@ -832,22 +885,20 @@ struct adamw_bfloat16_amsgrad {
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_code_3 = max(exp_avg_sq_code_2, F(0.4990234375f));
-                const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const F max_exp_avg_sq_code_3 = max(max_exp_avg_sq_code_2, F(0.4990234375f));
                 const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, nearest
+                const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
+                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(max_exp_avg_sq_code | 1258291200), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3 * max_exp_avg_sq_code_3;
+                const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
                 const F g_stored = Grad::load(g_at + i);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
+                const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -885,10 +936,10 @@ struct adamw_bfloat16_amsgrad {
             const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
-            const F max_exp_avg_sq_scale_mul_2 = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
+            const F max_exp_avg_sq_mul = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_mul_kept + b, max_exp_avg_sq_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_up + -536870912 >> 14);
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up + -536870912 >> 14);
@@ -898,14 +949,14 @@ struct adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const F g_mul(g_mul_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const F max_exp_avg_sq_mul(max_exp_avg_sq_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, bits(fma(exp_avg, reciprocal(fma(0.003937007859349251f, abs(exp_avg), g_mul)), 12583040.0f)));
                 store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 12582912.0f)));
+                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -928,13 +979,13 @@ struct adamw_bfloat16_amsgrad_small {
         float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -956,7 +1007,7 @@ struct adamw_bfloat16_amsgrad_small {
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p_2);
             const I p_word = min(bits(p_3), I(2143289344)) + 32896;
             const I p_low_2 = p_word >> 8;
             store(p_at + i, p_word >> 16);
@@ -987,21 +1038,26 @@ struct adamw_float16_amsgrad {
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_scale_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F scalar_2(scalars[5]);
-        const F beta2_times_1p5378693166672797em05(scalars[6]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F sqrt_1p5378693166672797em05(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_3(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F scalar_5(scalars[6]);
+        const F scalar_6(scalars[7]);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) int32_t max_exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -1022,20 +1078,32 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
-            const F max_exp_avg_sq_scale_mul = 1.5378693206002936e-05f * (max_exp_avg_sq_scale_2 * max_exp_avg_sq_scale_2);
+            const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
+            const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
+            const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale_2 * exp_avg_sq_scale_2);
+            const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
+            const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
+            const I exp_avg_sq_scale_bitcast = bits(exp_avg_sq_scale_mul * 0.4990234375f);
             store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
+            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_scale_bitcast_kept + b, max_exp_avg_sq_scale_bitcast);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
+            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const I max_exp_avg_sq_scale_bitcast(max_exp_avg_sq_scale_bitcast_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
@@ -1052,23 +1120,21 @@ struct adamw_float16_amsgrad {
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_code_3 = max(exp_avg_sq_code_2, F(0.4990234375f));
-                const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const F max_exp_avg_sq_code_3 = max(max_exp_avg_sq_code_2, F(0.4990234375f));
                 // f16 and 8 more bits, nearest
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
+                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(max_exp_avg_sq_code | 1258291200), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3 * max_exp_avg_sq_code_3;
+                const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
                 const F g_stored = Grad::load(g_at + i);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3 * exp_avg_sq_code_3);
+                const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -1115,10 +1181,10 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
-            const F max_exp_avg_sq_scale_mul_2 = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
+            const F max_exp_avg_sq_mul = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_mul_kept + b, max_exp_avg_sq_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_up + -536870912 >> 14);
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up + -536870912 >> 14);
@@ -1128,14 +1194,14 @@ struct adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const F g_mul(g_mul_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const F max_exp_avg_sq_mul(max_exp_avg_sq_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, bits(fma(exp_avg, reciprocal(fma(0.003937007859349251f, abs(exp_avg), g_mul)), 12583040.0f)));
                 store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 12582912.0f)));
+                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -1158,13 +1224,13 @@ struct adamw_float16_amsgrad_small {
         float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -1192,7 +1258,7 @@ struct adamw_float16_amsgrad_small {
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_6, scalar_7), p_2);
+            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             const I g_bitcast = bits(p_3);
             const I p_magnitude = g_bitcast & 2147483647;
             const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;

@@ -13,21 +13,20 @@
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
 #                 |error| <= 0.00196 scale; scale <= max(largest |root| of the block, 5.55e-17) * (1 + 0.00195)
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, square, step
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, get, inverse, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import block_magnitude, block_max, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def adamw_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -36,29 +35,30 @@ def adamw_float32_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_code = tl.maximum(exp_avg_sq_code, 0.4990234375, propagate_nan=tl.PropagateNan.ALL)
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
+    exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
+    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_4, scalar_5)), p)
     # -- encode and store
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
@@ -79,12 +79,10 @@ def adamw_float32_tile(
 
 @triton.jit
 def adamw_float32(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -98,7 +96,6 @@ def adamw_float32(
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -115,9 +112,8 @@ def adamw_float32(
             live = (lane < columns) & live_block[:, None]
             adamw_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, where, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
+                live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, scalar_5, True,
             )
     else:
         origin = first * TILE
@@ -128,14 +124,24 @@ def adamw_float32(
         exp_avg_sq_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    scalar_5, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at, beta1, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-                stream_key, False,
+                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                scalar_5, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -144,24 +150,22 @@ def adamw_float32(
             live_block = at_block * 64 < count - start
             adamw_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at, beta1,
-                eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                scalar_5, True,
             )
 
 
 @triton.jit
 def adamw_float32_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-    scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
@@ -171,7 +175,7 @@ def adamw_float32_small_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -180,11 +184,10 @@ def adamw_float32_small_tile(
 
 @triton.jit
 def adamw_float32_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -196,8 +199,6 @@ def adamw_float32_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -205,68 +206,75 @@ def adamw_float32_small(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-            scalar_7, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adamw_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-            scalar_7, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
 
 @triton.jit
 def adamw_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_code = tl.maximum(exp_avg_sq_code, 0.4990234375, propagate_nan=tl.PropagateNan.ALL)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, nearest
+    # bf16 and 8 more bits, nearest
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
+    exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
+    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_4, scalar_5)), p)
     # -- encode and store
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
@@ -277,7 +285,7 @@ def adamw_bfloat16_tile(
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -290,12 +298,10 @@ def adamw_bfloat16_tile(
 
 @triton.jit
 def adamw_bfloat16(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -310,7 +316,6 @@ def adamw_bfloat16(
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -327,9 +332,8 @@ def adamw_bfloat16(
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, where, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
+                where, block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, scalar_5, True,
             )
     else:
         origin = first * TILE
@@ -341,14 +345,24 @@ def adamw_bfloat16(
         exp_avg_sq_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    scalar_2, scalar_3, scalar_4, scalar_5, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, False,
+                at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, scalar_5, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -358,41 +372,38 @@ def adamw_bfloat16(
             adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
+                at_block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, scalar_5, True,
             )
 
 
 @triton.jit
 def adamw_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-    scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, nearest
+    # bf16 and 8 more bits, nearest
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -401,11 +412,10 @@ def adamw_bfloat16_small_tile(
 
 @triton.jit
 def adamw_bfloat16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -418,8 +428,6 @@ def adamw_bfloat16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -428,32 +436,39 @@ def adamw_bfloat16_small(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adamw_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
 
 @triton.jit
 def adamw_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
-    one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -471,31 +486,32 @@ def adamw_float16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_code = tl.maximum(exp_avg_sq_code, 0.4990234375, propagate_nan=tl.PropagateNan.ALL)
     # f16 and 8 more bits, nearest
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
+    exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
+    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(exp_avg_sq_value, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_4, scalar_5)), p)
     # -- encode and store
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
@@ -528,12 +544,10 @@ def adamw_float16_tile(
 
 @triton.jit
 def adamw_float16(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -548,7 +562,6 @@ def adamw_float16(
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -565,9 +578,8 @@ def adamw_float16(
             live = (lane < columns) & live_block[:, None]
             adamw_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, where, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
+                where, block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, scalar_5, True,
             )
     else:
         origin = first * TILE
@@ -579,14 +591,24 @@ def adamw_float16(
         exp_avg_sq_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    scalar_2, scalar_3, scalar_4, scalar_5, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, False,
+                at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, scalar_5, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -596,18 +618,16 @@ def adamw_float16(
             adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_1p5378693166672797em05,
-                one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key, stream_key, True,
+                at_block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, scalar_5, True,
             )
 
 
 @triton.jit
 def adamw_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-    scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -633,7 +653,7 @@ def adamw_float16_small_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     g_bitcast = p.to(tl.int32, bitcast=True)
     p_magnitude = g_bitcast & 2147483647
@@ -654,11 +674,10 @@ def adamw_float16_small_tile(
 
 @triton.jit
 def adamw_float16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -671,8 +690,6 @@ def adamw_float16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -681,33 +698,40 @@ def adamw_float16_small(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adamw_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
 
 @triton.jit
 def adamw_float32_amsgrad_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-    stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, sqrt_1p5378693166672797em05,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5,
+    scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -716,42 +740,44 @@ def adamw_float32_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_code = tl.maximum(exp_avg_sq_code, 0.4990234375, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 65535
     max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_code = (max_exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    max_exp_avg_sq_code = tl.maximum(max_exp_avg_sq_code, 0.4990234375, propagate_nan=tl.PropagateNan.ALL)
-    max_exp_avg_sq_scale_mul = 1.5378693166672797e-05 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
+    max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale
+    max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0
+    max_exp_avg_sq_scale_bitcast = (max_exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
+    max_exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
+    max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
+    exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
+    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_3 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
     # -- encode and store
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
@@ -767,22 +793,21 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 2147467264, 1602224112)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def adamw_float32_amsgrad(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, sqrt_1p5378693166672797em05: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_3: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -800,7 +825,6 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
-    stream_key = tl.load(row + 10).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -817,10 +841,9 @@ def adamw_float32_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_float32_amsgrad_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, beta1, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, sqrt_1p5378693166672797em05,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5,
+                scalar_6, True,
             )
     else:
         origin = first * TILE
@@ -833,15 +856,26 @@ def adamw_float32_amsgrad(
         max_exp_avg_sq_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_float32_amsgrad_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1,
+                    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                    scalar_4, scalar_5, scalar_6, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_float32_amsgrad_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at, beta1, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-                stream_key, False,
+                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1, sqrt_1p5378693166672797em05,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5,
+                scalar_6, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -851,24 +885,22 @@ def adamw_float32_amsgrad(
             adamw_float32_amsgrad_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at, beta1, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, beta1,
+                sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                scalar_4, scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
 def adamw_float32_amsgrad_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-    scalar_6, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
@@ -881,7 +913,7 @@ def adamw_float32_amsgrad_small_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -891,11 +923,10 @@ def adamw_float32_amsgrad_small_tile(
 
 @triton.jit
 def adamw_float32_amsgrad_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -908,8 +939,6 @@ def adamw_float32_amsgrad_small(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -918,13 +947,22 @@ def adamw_float32_amsgrad_small(
     exp_avg_sq_ptr += origin
     max_exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_float32_amsgrad_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_float32_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, 0, at, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, step_key, stream_key, False,
+            at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -932,68 +970,67 @@ def adamw_float32_amsgrad_small(
         live = at < count - start
         adamw_float32_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, 0, live, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, step_key, stream_key, True,
+            at, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
 
 @triton.jit
 def adamw_bfloat16_amsgrad_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, beta1, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-    stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1,
+    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+    scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_code = tl.maximum(exp_avg_sq_code, 0.4990234375, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 65535
     max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
+    # bf16 and 8 more bits, nearest
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_code = (max_exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    max_exp_avg_sq_code = tl.maximum(max_exp_avg_sq_code, 0.4990234375, propagate_nan=tl.PropagateNan.ALL)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, nearest
-    max_exp_avg_sq_scale_mul = 1.5378693166672797e-05 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
+    max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale
+    max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0
+    max_exp_avg_sq_scale_bitcast = (max_exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
+    max_exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
+    max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast
     g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
+    exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
+    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
     # -- encode and store
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
@@ -1008,26 +1045,25 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 2139095040, tl.maximum(max_exp_avg_sq_top, 612368384) + 16383, 1610596352)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 2147467264, 1602224112)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def adamw_bfloat16_amsgrad(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, sqrt_1p5378693166672797em05: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_3: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -1046,7 +1082,6 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
-    stream_key = tl.load(row + 11).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1063,10 +1098,9 @@ def adamw_bfloat16_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, beta1, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1,
+                sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                scalar_4, scalar_5, scalar_6, True,
             )
     else:
         origin = first * TILE
@@ -1080,15 +1114,26 @@ def adamw_bfloat16_amsgrad(
         max_exp_avg_sq_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_bfloat16_amsgrad_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5, scalar_6, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_bfloat16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at,
-                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-                stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1,
+                sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                scalar_4, scalar_5, scalar_6, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1098,35 +1143,31 @@ def adamw_bfloat16_amsgrad(
             adamw_bfloat16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at,
-                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
+                beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_3, scalar_4, scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
 def adamw_bfloat16_amsgrad_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, nearest
+    # bf16 and 8 more bits, nearest
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -1134,10 +1175,10 @@ def adamw_bfloat16_amsgrad_small_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -1147,11 +1188,10 @@ def adamw_bfloat16_amsgrad_small_tile(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1165,8 +1205,6 @@ def adamw_bfloat16_amsgrad_small(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1176,14 +1214,24 @@ def adamw_bfloat16_amsgrad_small(
     exp_avg_sq_ptr += origin
     max_exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_bfloat16_amsgrad_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_bfloat16_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, beta2, eps, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-            scalar_7, step_key, stream_key, False,
+            max_exp_avg_sq_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+            scalar_5, scalar_6, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1191,20 +1239,18 @@ def adamw_bfloat16_amsgrad_small(
         live = at < count - start
         adamw_bfloat16_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1, beta2, eps, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-            scalar_7, step_key, stream_key, True,
+            max_exp_avg_sq_ptr + start, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+            scalar_5, scalar_6, True,
         )
 
 
 @triton.jit
 def adamw_float16_amsgrad_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, index, beta1, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-    stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1,
+    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+    scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1222,44 +1268,46 @@ def adamw_float16_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_code = tl.maximum(exp_avg_sq_code, 0.4990234375, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 65535
     max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_code = (max_exp_avg_sq_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    max_exp_avg_sq_code = tl.maximum(max_exp_avg_sq_code, 0.4990234375, propagate_nan=tl.PropagateNan.ALL)
     # f16 and 8 more bits, nearest
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    max_exp_avg_sq_scale_mul = 1.5378693166672797e-05 * (max_exp_avg_sq_scale * max_exp_avg_sq_scale)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale
+    max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0
+    max_exp_avg_sq_scale_bitcast = (max_exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
+    max_exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code * max_exp_avg_sq_code
+    max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast
     g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    exp_avg_sq_scale_mul = beta2_times_1p5378693166672797em05 * (exp_avg_sq_scale * exp_avg_sq_scale)
+    exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale
+    exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
+    exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
+    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code * exp_avg_sq_code)
+    exp_avg_sq = tl.fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
     # -- encode and store
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
@@ -1286,23 +1334,22 @@ def adamw_float16_amsgrad_tile(
     p_kept = p_word.to(tl.uint8)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def adamw_float16_amsgrad(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, sqrt_1p5378693166672797em05: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, beta2_times_1p5378693166672797em05: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_3: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -1321,7 +1368,6 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
-    stream_key = tl.load(row + 11).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
     at_block = tl.arange(0, BLOCKS)
     at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1338,10 +1384,9 @@ def adamw_float16_amsgrad(
             live = (lane < columns) & live_block[:, None]
             adamw_float16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, where, beta1, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1,
+                sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                scalar_4, scalar_5, scalar_6, True,
             )
     else:
         origin = first * TILE
@@ -1355,15 +1400,26 @@ def adamw_float16_amsgrad(
         max_exp_avg_sq_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adamw_float16_amsgrad_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5, scalar_6, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adamw_float16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at,
-                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-                stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1,
+                sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                scalar_4, scalar_5, scalar_6, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1373,20 +1429,17 @@ def adamw_float16_amsgrad(
             adamw_float16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, at,
-                beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_1p5378693166672797em05, one_over_sqrt_one_minus_beta2_pow_t, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
+                beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_3, scalar_4, scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
 def adamw_float16_amsgrad_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, one_over_sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1415,7 +1468,7 @@ def adamw_float16_amsgrad_small_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     g_bitcast = p.to(tl.int32, bitcast=True)
     p_magnitude = g_bitcast & 2147483647
@@ -1437,11 +1490,10 @@ def adamw_float16_amsgrad_small_tile(
 
 @triton.jit
 def adamw_float16_amsgrad_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1455,8 +1507,6 @@ def adamw_float16_amsgrad_small(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1466,14 +1516,24 @@ def adamw_float16_amsgrad_small(
     exp_avg_sq_ptr += origin
     max_exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adamw_float16_amsgrad_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adamw_float16_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, beta2, eps, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-            scalar_7, step_key, stream_key, False,
+            max_exp_avg_sq_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+            scalar_5, scalar_6, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1481,10 +1541,9 @@ def adamw_float16_amsgrad_small(
         live = at < count - start
         adamw_float16_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1, beta2, eps, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-            scalar_7, step_key, stream_key, True,
+            max_exp_avg_sq_ptr + start, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+            scalar_5, scalar_6, True,
         )
 
 

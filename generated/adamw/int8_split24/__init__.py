@@ -41,12 +41,11 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
-    scalar_4 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
-    scalar_5 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_3 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_4 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+        scalar_4,
     )
 
 
@@ -56,15 +55,13 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
-    scalar_5 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
-    scalar_6 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta2_pow_t
-    scalar_7 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
+    scalar_4 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
+    scalar_5 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else 1 / root(1 - beta2**step)
+    scalar_6 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-        scalar_6, scalar_7,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6,
     )
 
 
@@ -92,13 +89,9 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     scalar_0 = 1 - rate * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
-    scalar_4 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
-    scalar_5 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
-    return (
-        beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1_times_grad_scale, scalar_2,
-        one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, peak_lr_2,
-    )
+    scalar_3 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_4 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    return (beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
 
 
 def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
@@ -109,15 +102,13 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     scalar_0 = 1 - rate * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
-    scalar_5 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
-    scalar_6 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta2_pow_t
-    scalar_7 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
+    scalar_4 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
+    scalar_5 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else 1 / root(1 - beta2**step)
+    scalar_6 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
     return (
-        beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1_times_grad_scale, scalar_2,
-        one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-        scalar_7, peak_lr_2,
+        beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, peak_lr_2,
     )
 
 
@@ -138,7 +129,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -159,7 +150,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -183,7 +174,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -205,7 +196,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -229,7 +220,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -251,7 +242,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -274,7 +265,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -295,7 +286,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
@@ -319,7 +310,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -341,7 +332,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
@@ -365,7 +356,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -387,7 +378,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
@@ -412,7 +403,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -434,7 +425,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -460,7 +451,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -483,7 +474,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -509,7 +500,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -532,7 +523,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -557,7 +548,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -579,7 +570,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
@@ -605,7 +596,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -628,7 +619,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
@@ -654,7 +645,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
@@ -677,7 +668,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,

@@ -23,20 +23,19 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def adan_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live, beta1, beta2,
+    beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
+    scalar_9, one_over_one_plus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
@@ -54,7 +53,7 @@ def adan_float32_tile(
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-(tl.fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_8, change, scalar_7 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -66,14 +65,13 @@ def adan_float32_tile(
 
 @triton.jit
 def adan_float32(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_6: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    scalar_10: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -86,8 +84,6 @@ def adan_float32(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -97,14 +93,26 @@ def adan_float32(
     exp_avg_sq_ptr += origin
     prev_grad_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adan_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_diff_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                prev_grad_ptr + start + odd * TILE, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adan_float32_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, 0, at, 0, at, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+            prev_grad_ptr + start, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -112,28 +120,27 @@ def adan_float32(
         live = at < count - start
         adan_float32_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, 0, live, 0, at, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+            prev_grad_ptr + start, at, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
 def adan_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live, beta1, beta2,
+    beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
+    scalar_9, one_over_one_plus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     g = grad_scale * g_cast
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
@@ -149,7 +156,7 @@ def adan_bfloat16_tile(
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_8, change, scalar_7 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -163,14 +170,13 @@ def adan_bfloat16_tile(
 
 @triton.jit
 def adan_bfloat16(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_6: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    scalar_10: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -183,8 +189,6 @@ def adan_bfloat16(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -194,14 +198,26 @@ def adan_bfloat16(
     exp_avg_sq_ptr += origin
     prev_grad_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adan_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_diff_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                prev_grad_ptr + start + odd * TILE, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adan_bfloat16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, 0, at, 0, at, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+            prev_grad_ptr + start, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -209,20 +225,19 @@ def adan_bfloat16(
         live = at < count - start
         adan_bfloat16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, 0, live, 0, at, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+            prev_grad_ptr + start, at, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
 def adan_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live, beta1, beta2,
+    beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
+    scalar_9, one_over_one_plus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -246,7 +261,7 @@ def adan_float16_tile(
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_8, change, scalar_7 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
@@ -258,14 +273,13 @@ def adan_float16_tile(
 
 @triton.jit
 def adan_float16(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_6: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    scalar_10: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -278,8 +292,6 @@ def adan_float16(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -289,14 +301,26 @@ def adan_float16(
     exp_avg_sq_ptr += origin
     prev_grad_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adan_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_diff_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                prev_grad_ptr + start + odd * TILE, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adan_float16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, 0, at, 0, at, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+            prev_grad_ptr + start, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -304,10 +328,10 @@ def adan_float16(
         live = at < count - start
         adan_float16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, 0, live, 0, at, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+            prev_grad_ptr + start, at, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, True,
         )
 
 

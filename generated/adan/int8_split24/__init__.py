@@ -49,16 +49,15 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     one_minus_beta2 = 1 - beta2
     one_minus_beta3 = 1 - beta3
-    one_over_sqrt_one_minus_beta3_pow_t = 1 / root(1 - beta3**step)
     avg_lr = lr / (1 - beta1**step)           # 31  avg_lr = lr / (1 - beta1**t)
     diff_lr = lr * beta2 / (1 - beta2**step)  # 32  diff_lr = lr * beta2 / (1 - beta2**t)
-    scalar_7 = 1 if root(1 - beta3**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta3_pow_t
-    scalar_8 = divide(max(eps * root(1 - beta3**step), 1.1754943508222875e-38), 0 if root(1 - beta3**step) < 7.888609052210118e-31 else root(1 - beta3**step))
+    scalar_6 = 1 if root(1 - beta3**step) < 7.888609052210118e-31 else 1 / root(1 - beta3**step)
+    scalar_7 = divide(max(eps * root(1 - beta3**step), 1.1754943508222875e-38), 0 if root(1 - beta3**step) < 7.888609052210118e-31 else root(1 - beta3**step))
     one_over_one_plus_lr_times_weight_decay = divide(1, 1 + lr * weight_decay)
     return (
-        beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-        one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7,
-        scalar_8, one_over_one_plus_lr_times_weight_decay,
+        beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
+        one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+        one_over_one_plus_lr_times_weight_decay,
     )
 
 
@@ -71,19 +70,17 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     one_minus_beta2 = 1 - beta2
     one_minus_beta3 = 1 - beta3
-    one_over_sqrt_one_minus_beta3_pow_t = 1 / root(1 - beta3**step)
     lr_over_one_minus_beta1_pow_t_times_beta1 = avg_lr * beta1
-    scalar_6 = avg_lr * one_minus_beta1_times_grad_scale
-    scalar_7 = diff_lr * beta2
-    scalar_8 = diff_lr * one_minus_beta2
-    scalar_9 = 1 if root(1 - beta3**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta3_pow_t
-    scalar_10 = divide(max(eps * root(1 - beta3**step), 1.1754943508222875e-38), 0 if root(1 - beta3**step) < 7.888609052210118e-31 else root(1 - beta3**step))
+    scalar_5 = avg_lr * one_minus_beta1_times_grad_scale
+    scalar_6 = diff_lr * beta2
+    scalar_7 = diff_lr * one_minus_beta2
+    scalar_8 = 1 if root(1 - beta3**step) < 7.888609052210118e-31 else 1 / root(1 - beta3**step)
+    scalar_9 = divide(max(eps * root(1 - beta3**step), 1.1754943508222875e-38), 0 if root(1 - beta3**step) < 7.888609052210118e-31 else root(1 - beta3**step))
     one_over_one_plus_lr_times_weight_decay = divide(1, 1 + lr * weight_decay)
     return (
-        beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-        one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-        one_over_one_plus_lr_times_weight_decay,
+        beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
+        one_minus_beta2, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
+        scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay,
     )
 
 
@@ -108,7 +105,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'one_over_sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'scalar_7', 'scalar_8', 'one_over_one_plus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -131,7 +128,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'one_over_sqrt_one_minus_beta3_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8', 'scalar_9', 'scalar_10', 'one_over_one_plus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8', 'scalar_9', 'one_over_one_plus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -159,7 +156,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'one_over_sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'scalar_7', 'scalar_8', 'one_over_one_plus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -183,7 +180,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'one_over_sqrt_one_minus_beta3_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8', 'scalar_9', 'scalar_10', 'one_over_one_plus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8', 'scalar_9', 'one_over_one_plus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -211,7 +208,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'one_over_sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'scalar_7', 'scalar_8', 'one_over_one_plus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -235,7 +232,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'one_over_sqrt_one_minus_beta3_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8', 'scalar_9', 'scalar_10', 'one_over_one_plus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8', 'scalar_9', 'one_over_one_plus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,

@@ -45,16 +45,16 @@ struct adan_float32 {
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F beta3(scalars[2]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_one_zero(scalars[5]);
-        const F one_minus_beta1_times_grad_scale(scalars[6]);
-        const F one_minus_beta2(scalars[7]);
-        const F one_minus_beta3(scalars[8]);
-        const F avg_lr(scalars[10]);
-        const F diff_lr(scalars[11]);
-        const F scalar_7(scalars[12]);
-        const F scalar_8(scalars[13]);
-        const F one_over_one_plus_lr_times_weight_decay(scalars[14]);
+        const F grad_scale(scalars[3]);
+        const F where_lt_one_t_one_zero(scalars[4]);
+        const F one_minus_beta1_times_grad_scale(scalars[5]);
+        const F one_minus_beta2(scalars[6]);
+        const F one_minus_beta3(scalars[7]);
+        const F avg_lr(scalars[8]);
+        const F diff_lr(scalars[9]);
+        const F scalar_6(scalars[10]);
+        const F scalar_7(scalars[11]);
+        const F one_over_one_plus_lr_times_weight_decay(scalars[12]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -179,7 +179,7 @@ struct adan_float32 {
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
                 const F prev_grad_scale_sqrt = sqrt(exp_avg_sq_2);
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_7, scalar_8), p);
+                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
@@ -301,18 +301,18 @@ struct adan_float32_small {
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F beta3(scalars[2]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_one_zero(scalars[5]);
-        const F one_minus_beta1_times_grad_scale(scalars[6]);
-        const F one_minus_beta2(scalars[7]);
-        const F one_minus_beta3(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[10]);
-        const F scalar_6(scalars[11]);
-        const F scalar_7(scalars[12]);
-        const F scalar_8(scalars[13]);
-        const F scalar_9(scalars[14]);
-        const F scalar_10(scalars[15]);
-        const F one_over_one_plus_lr_times_weight_decay(scalars[16]);
+        const F grad_scale(scalars[3]);
+        const F where_lt_one_t_one_zero(scalars[4]);
+        const F one_minus_beta1_times_grad_scale(scalars[5]);
+        const F one_minus_beta2(scalars[6]);
+        const F one_minus_beta3(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
+        const F scalar_5(scalars[9]);
+        const F scalar_6(scalars[10]);
+        const F scalar_7(scalars[11]);
+        const F scalar_8(scalars[12]);
+        const F scalar_9(scalars[13]);
+        const F one_over_one_plus_lr_times_weight_decay(scalars[14]);
 
         // -- elements: decode, update  (specs/adan.py)
         for (int i = 0; i < count; i += W) {
@@ -333,7 +333,7 @@ struct adan_float32_small {
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-(fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_8, change, scalar_7 * exp_avg_diff)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10)), p);
+            const F p_2 = fma(-(fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
@@ -367,16 +367,16 @@ struct adan_bfloat16 {
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F beta3(scalars[2]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_one_zero(scalars[5]);
-        const F one_minus_beta1_times_grad_scale(scalars[6]);
-        const F one_minus_beta2(scalars[7]);
-        const F one_minus_beta3(scalars[8]);
-        const F avg_lr(scalars[10]);
-        const F diff_lr(scalars[11]);
-        const F scalar_7(scalars[12]);
-        const F scalar_8(scalars[13]);
-        const F one_over_one_plus_lr_times_weight_decay(scalars[14]);
+        const F grad_scale(scalars[3]);
+        const F where_lt_one_t_one_zero(scalars[4]);
+        const F one_minus_beta1_times_grad_scale(scalars[5]);
+        const F one_minus_beta2(scalars[6]);
+        const F one_minus_beta3(scalars[7]);
+        const F avg_lr(scalars[8]);
+        const F diff_lr(scalars[9]);
+        const F scalar_6(scalars[10]);
+        const F scalar_7(scalars[11]);
+        const F one_over_one_plus_lr_times_weight_decay(scalars[12]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -506,7 +506,7 @@ struct adan_bfloat16 {
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
                 const F prev_grad_scale_sqrt = sqrt(exp_avg_sq_2);
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_7, scalar_8), p);
+                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
@@ -632,18 +632,18 @@ struct adan_bfloat16_small {
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F beta3(scalars[2]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_one_zero(scalars[5]);
-        const F one_minus_beta1_times_grad_scale(scalars[6]);
-        const F one_minus_beta2(scalars[7]);
-        const F one_minus_beta3(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[10]);
-        const F scalar_6(scalars[11]);
-        const F scalar_7(scalars[12]);
-        const F scalar_8(scalars[13]);
-        const F scalar_9(scalars[14]);
-        const F scalar_10(scalars[15]);
-        const F one_over_one_plus_lr_times_weight_decay(scalars[16]);
+        const F grad_scale(scalars[3]);
+        const F where_lt_one_t_one_zero(scalars[4]);
+        const F one_minus_beta1_times_grad_scale(scalars[5]);
+        const F one_minus_beta2(scalars[6]);
+        const F one_minus_beta3(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
+        const F scalar_5(scalars[9]);
+        const F scalar_6(scalars[10]);
+        const F scalar_7(scalars[11]);
+        const F scalar_8(scalars[12]);
+        const F scalar_9(scalars[13]);
+        const F one_over_one_plus_lr_times_weight_decay(scalars[14]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -685,7 +685,7 @@ struct adan_bfloat16_small {
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-(fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_8, change, scalar_7 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10), p);
+            const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
@@ -725,16 +725,16 @@ struct adan_float16 {
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F beta3(scalars[2]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_one_zero(scalars[5]);
-        const F one_minus_beta1_times_grad_scale(scalars[6]);
-        const F one_minus_beta2(scalars[7]);
-        const F one_minus_beta3(scalars[8]);
-        const F avg_lr(scalars[10]);
-        const F diff_lr(scalars[11]);
-        const F scalar_7(scalars[12]);
-        const F scalar_8(scalars[13]);
-        const F one_over_one_plus_lr_times_weight_decay(scalars[14]);
+        const F grad_scale(scalars[3]);
+        const F where_lt_one_t_one_zero(scalars[4]);
+        const F one_minus_beta1_times_grad_scale(scalars[5]);
+        const F one_minus_beta2(scalars[6]);
+        const F one_minus_beta3(scalars[7]);
+        const F avg_lr(scalars[8]);
+        const F diff_lr(scalars[9]);
+        const F scalar_6(scalars[10]);
+        const F scalar_7(scalars[11]);
+        const F one_over_one_plus_lr_times_weight_decay(scalars[12]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -870,7 +870,7 @@ struct adan_float16 {
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
                 const F prev_grad_scale_sqrt = sqrt(exp_avg_sq_2);
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_7, scalar_8), p);
+                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
@@ -1007,18 +1007,18 @@ struct adan_float16_small {
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F beta3(scalars[2]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_one_zero(scalars[5]);
-        const F one_minus_beta1_times_grad_scale(scalars[6]);
-        const F one_minus_beta2(scalars[7]);
-        const F one_minus_beta3(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[10]);
-        const F scalar_6(scalars[11]);
-        const F scalar_7(scalars[12]);
-        const F scalar_8(scalars[13]);
-        const F scalar_9(scalars[14]);
-        const F scalar_10(scalars[15]);
-        const F one_over_one_plus_lr_times_weight_decay(scalars[16]);
+        const F grad_scale(scalars[3]);
+        const F where_lt_one_t_one_zero(scalars[4]);
+        const F one_minus_beta1_times_grad_scale(scalars[5]);
+        const F one_minus_beta2(scalars[6]);
+        const F one_minus_beta3(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
+        const F scalar_5(scalars[9]);
+        const F scalar_6(scalars[10]);
+        const F scalar_7(scalars[11]);
+        const F scalar_8(scalars[12]);
+        const F scalar_9(scalars[13]);
+        const F one_over_one_plus_lr_times_weight_decay(scalars[14]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1066,7 +1066,7 @@ struct adan_float16_small {
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-(fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_8, change, scalar_7 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10), p);
+            const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)

@@ -23,34 +23,34 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
 def adan_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr, exp_avg_sq_ptr,
     exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-    one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7,
-    scalar_8, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+    one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_diff_scale = get(exp_avg_diff_scale_ptr, at_block, live_block, MASKED)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
     exp_avg_diff_scale = tl.where(exp_avg_diff_scale_bits == 2139095040, 2139095039, exp_avg_diff_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
-    exp_avg_diff_code = (exp_avg_diff_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -65,13 +65,13 @@ def adan_float32_tile(
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
     prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
     prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
-    prev_grad_code = (prev_grad_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    prev_grad_code = counter(prev_grad_code) - 8388736.0
     prev_grad_bend = tl.abs(prev_grad_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adan.py)
-    prev_grad_scale_neg = -prev_grad_scale
+    prev_grad_scale_neg = minus(prev_grad_scale)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(prev_grad_scale_neg[:, None], prev_grad_code * reciprocal(254.0 - prev_grad_bend), g_2), 0.0)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -85,7 +85,7 @@ def adan_float32_tile(
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     prev_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
@@ -133,7 +133,6 @@ def adan_float32_tile(
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_grad_scale_add[:, None]
     prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], prev_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     g_abs = tl.abs(g_2)
     prev_grad_top = block_magnitude(g_2, live, MASKED)
@@ -146,7 +145,7 @@ def adan_float32_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(prev_grad_ptr, at, tl.fma(g_2, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
@@ -154,11 +153,10 @@ def adan_float32_tile(
 
 @triton.jit
 def adan_float32(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
+    scalar_6: tl.float32, scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -197,9 +195,9 @@ def adan_float32(
             adan_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr, exp_avg_sq_ptr,
                 exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block, number, beta1,
-                beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-                one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7,
-                scalar_8, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -215,15 +213,28 @@ def adan_float32(
         prev_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adan_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_diff_ptr + start + odd * TILE,
+                    exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, prev_grad_ptr + start + odd * TILE,
+                    prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adan_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start, prev_grad_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, beta2, beta3, eps, grad_scale,
-                where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7, scalar_8,
+                at_block, at, at_block, before + start + at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
             )
         tile = count // TILE
@@ -235,24 +246,22 @@ def adan_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start, prev_grad_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, beta3, eps, grad_scale,
-                where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7, scalar_8,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, beta1, beta2, beta3, grad_scale,
+                where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
+                diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def adan_float32_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live, beta1, beta2,
+    beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
+    scalar_9, one_over_one_plus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
@@ -270,7 +279,7 @@ def adan_float32_small_tile(
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-(tl.fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_8, change, scalar_7 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -282,14 +291,13 @@ def adan_float32_small_tile(
 
 @triton.jit
 def adan_float32_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_6: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    scalar_10: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -302,8 +310,6 @@ def adan_float32_small(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -313,14 +319,26 @@ def adan_float32_small(
     exp_avg_sq_ptr += origin
     prev_grad_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adan_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_diff_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                prev_grad_ptr + start + odd * TILE, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adan_float32_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, 0, at, 0, at, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+            prev_grad_ptr + start, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -328,10 +346,10 @@ def adan_float32_small(
         live = at < count - start
         adan_float32_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, 0, live, 0, at, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+            prev_grad_ptr + start, at, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, True,
         )
 
 
@@ -339,32 +357,30 @@ def adan_float32_small(
 def adan_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
     exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, at, at_block, live, live_block,
-    index, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-    one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7,
-    scalar_8, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    index, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
+    one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     g = grad_scale * g_cast
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_diff_scale = get(exp_avg_diff_scale_ptr, at_block, live_block, MASKED)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
     exp_avg_diff_scale = tl.where(exp_avg_diff_scale_bits == 2139095040, 2139095039, exp_avg_diff_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
-    exp_avg_diff_code = (exp_avg_diff_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -379,13 +395,14 @@ def adan_bfloat16_tile(
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
     prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
     prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
-    prev_grad_code = (prev_grad_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    prev_grad_code = counter(prev_grad_code) - 8388736.0
     prev_grad_bend = tl.abs(prev_grad_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adan.py)
-    prev_grad_scale_neg = -prev_grad_scale
+    prev_grad_scale_neg = minus(prev_grad_scale)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(prev_grad_scale_neg[:, None], prev_grad_code * reciprocal(254.0 - prev_grad_bend), g), 0.0)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -399,7 +416,7 @@ def adan_bfloat16_tile(
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     prev_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
@@ -447,7 +464,6 @@ def adan_bfloat16_tile(
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_grad_scale_add[:, None]
     prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], prev_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     g_abs = tl.abs(g)
     prev_grad_top = block_magnitude(g, live, MASKED)
@@ -455,7 +471,7 @@ def adan_bfloat16_tile(
     prev_grad_up = tl.where(prev_grad_top < 2139095040, prev_grad_up, 2143289344)
     prev_grad_divisor = tl.minimum(prev_grad_up & 2147450880, 2139095039)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     g_mul = prev_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -463,7 +479,7 @@ def adan_bfloat16_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
@@ -471,11 +487,10 @@ def adan_bfloat16_tile(
 
 @triton.jit
 def adan_bfloat16(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
+    scalar_6: tl.float32, scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -515,9 +530,9 @@ def adan_bfloat16(
             adan_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
                 exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block,
-                number, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-                one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7,
-                scalar_8, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                number, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
+                one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -534,16 +549,30 @@ def adan_bfloat16(
         prev_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adan_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_diff_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    prev_grad_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, beta3, grad_scale,
+                    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
+                    diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adan_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
                 prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta1, beta2,
-                beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7, scalar_8,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
+                stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -555,30 +584,29 @@ def adan_bfloat16(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
                 prev_grad_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1, beta2,
-                beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7, scalar_8,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
+                stream_key, True,
             )
 
 
 @triton.jit
 def adan_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, at_block,
-    live, live_block, index, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live,
+    index, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
+    one_minus_beta2, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
+    scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     g = grad_scale * g_cast
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
@@ -594,7 +622,7 @@ def adan_bfloat16_small_tile(
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_8, change, scalar_7 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -606,7 +634,7 @@ def adan_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -617,14 +645,13 @@ def adan_bfloat16_small_tile(
 
 @triton.jit
 def adan_bfloat16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_6: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    scalar_10: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -638,7 +665,6 @@ def adan_bfloat16_small(
     exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -651,15 +677,27 @@ def adan_bfloat16_small(
     prev_grad_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adan_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_diff_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, prev_grad_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adan_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, 0, at, 0, before + start + at, beta1, beta2, beta3,
-            eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-            one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_6, scalar_7, scalar_8, scalar_9, scalar_10, one_over_one_plus_lr_times_weight_decay, step_key,
-            stream_key, False,
+            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, before + start + at, beta1, beta2, beta3,
+            grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -667,11 +705,10 @@ def adan_bfloat16_small(
         live = at < count - start
         adan_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, 0, live, 0, before + start + at, beta1, beta2, beta3,
-            eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-            one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_6, scalar_7, scalar_8, scalar_9, scalar_10, one_over_one_plus_lr_times_weight_decay, step_key,
-            stream_key, True,
+            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, live, before + start + at, beta1, beta2, beta3,
+            grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
@@ -679,9 +716,9 @@ def adan_bfloat16_small(
 def adan_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
     exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, at, at_block, live, live_block,
-    index, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-    one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7,
-    scalar_8, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    index, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
+    one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -702,14 +739,14 @@ def adan_float16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_diff_scale = get(exp_avg_diff_scale_ptr, at_block, live_block, MASKED)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
     exp_avg_diff_scale = tl.where(exp_avg_diff_scale_bits == 2139095040, 2139095039, exp_avg_diff_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
-    exp_avg_diff_code = (exp_avg_diff_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -724,14 +761,14 @@ def adan_float16_tile(
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
     prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
     prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
-    prev_grad_code = (prev_grad_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    prev_grad_code = counter(prev_grad_code) - 8388736.0
     prev_grad_bend = tl.abs(prev_grad_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adan.py)
-    prev_grad_scale_neg = -prev_grad_scale
+    prev_grad_scale_neg = minus(prev_grad_scale)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(prev_grad_scale_neg[:, None], prev_grad_code * reciprocal(254.0 - prev_grad_bend), g), 0.0)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -745,7 +782,7 @@ def adan_float16_tile(
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     prev_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
@@ -793,7 +830,6 @@ def adan_float16_tile(
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_grad_scale_add[:, None]
     prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], prev_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     g_abs = tl.abs(g)
     prev_grad_top = block_magnitude(g, live, MASKED)
@@ -820,7 +856,7 @@ def adan_float16_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
@@ -828,11 +864,10 @@ def adan_float16_tile(
 
 @triton.jit
 def adan_float16(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
+    scalar_6: tl.float32, scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -872,9 +907,9 @@ def adan_float16(
             adan_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
                 exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block,
-                number, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-                one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7,
-                scalar_8, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                number, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
+                one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -891,16 +926,30 @@ def adan_float16(
         prev_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                adan_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_diff_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    prev_grad_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, beta3, grad_scale,
+                    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
+                    diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             adan_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
                 prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta1, beta2,
-                beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7, scalar_8,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
+                stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -912,19 +961,19 @@ def adan_float16(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
                 prev_grad_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1, beta2,
-                beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, scalar_7, scalar_8,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
+                stream_key, True,
             )
 
 
 @triton.jit
 def adan_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, at_block,
-    live, live_block, index, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero,
-    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, scalar_9, scalar_10,
-    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live,
+    index, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
+    one_minus_beta2, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
+    scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -957,7 +1006,7 @@ def adan_float16_small_tile(
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(-(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_8, change, scalar_7 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -991,14 +1040,13 @@ def adan_float16_small_tile(
 
 @triton.jit
 def adan_float16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, eps: tl.float32,
-    grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    one_over_sqrt_one_minus_beta3_pow_t: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_6: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    scalar_10: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
+    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1012,7 +1060,6 @@ def adan_float16_small(
     exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1025,15 +1072,27 @@ def adan_float16_small(
     prev_grad_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adan_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_diff_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, prev_grad_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adan_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, 0, at, 0, before + start + at, beta1, beta2, beta3,
-            eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-            one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_6, scalar_7, scalar_8, scalar_9, scalar_10, one_over_one_plus_lr_times_weight_decay, step_key,
-            stream_key, False,
+            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, before + start + at, beta1, beta2, beta3,
+            grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1041,11 +1100,10 @@ def adan_float16_small(
         live = at < count - start
         adan_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, 0, live, 0, before + start + at, beta1, beta2, beta3,
-            eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-            one_minus_beta3, one_over_sqrt_one_minus_beta3_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_6, scalar_7, scalar_8, scalar_9, scalar_10, one_over_one_plus_lr_times_weight_decay, step_key,
-            stream_key, True,
+            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, live, before + start + at, beta1, beta2, beta3,
+            grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 

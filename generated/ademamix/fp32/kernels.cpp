@@ -37,16 +37,16 @@ struct ademamix_float32 {
         float *__restrict exp_avg_sq_at = (float *)at[4];    // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F beta3_now(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F one_over_one_minus_beta1_pow_t(scalars[12]);
-        const F scalar_9(scalars[13]);
-        const F scalar_10(scalars[14]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F beta3_now(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_8(scalars[10]);
+        const F scalar_9(scalars[11]);
 
         // -- elements: decode, update  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
@@ -63,7 +63,7 @@ struct ademamix_float32 {
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g, scalar_6 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10)), p_2);
+            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g, scalar_5 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);
@@ -88,16 +88,16 @@ struct ademamix_bfloat16 {
         float *__restrict exp_avg_sq_at = (float *)at[4];    // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F beta3_now(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F one_over_one_minus_beta1_pow_t(scalars[12]);
-        const F scalar_9(scalars[13]);
-        const F scalar_10(scalars[14]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F beta3_now(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_8(scalars[10]);
+        const F scalar_9(scalars[11]);
 
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
@@ -116,7 +116,7 @@ struct ademamix_bfloat16 {
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10)), p_2);
+            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -143,16 +143,16 @@ struct ademamix_float16 {
         float *__restrict exp_avg_sq_at = (float *)at[4];    // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F beta3_now(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F one_over_one_minus_beta1_pow_t(scalars[12]);
-        const F scalar_9(scalars[13]);
-        const F scalar_10(scalars[14]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F beta3_now(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_8(scalars[10]);
+        const F scalar_9(scalars[11]);
 
         // -- elements: decode, update  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
@@ -171,7 +171,7 @@ struct ademamix_float16 {
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10)), p_2);
+            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);

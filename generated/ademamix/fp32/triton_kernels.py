@@ -21,20 +21,19 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def ademamix_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7,
-    one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_slow = get(exp_avg_slow_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -47,7 +46,7 @@ def ademamix_float32_tile(
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g, g, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -57,11 +56,10 @@ def ademamix_float32_tile(
 
 @triton.jit
 def ademamix_float32(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta3_now: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
-    one_over_one_minus_beta1_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    one_over_one_minus_beta1_pow_t: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -75,8 +73,6 @@ def ademamix_float32(
     exp_avg_slow_ptr = pointer(row + 3, tl.float32, ALIGNED)          # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -85,13 +81,22 @@ def ademamix_float32(
     exp_avg_slow_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            ademamix_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_slow_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+                scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         ademamix_float32_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            0, at, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-            scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, False,
+            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
+            scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -99,30 +104,28 @@ def ademamix_float32(
         live = at < count - start
         ademamix_float32_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            0, live, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-            scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+            scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
         )
 
 
 @triton.jit
 def ademamix_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7,
-    one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_slow = get(exp_avg_slow_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/ademamix.py)
     p = one_minus_lr_times_weight_decay * p                              # 31  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
@@ -130,7 +133,7 @@ def ademamix_bfloat16_tile(
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g_cast, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -142,11 +145,10 @@ def ademamix_bfloat16_tile(
 
 @triton.jit
 def ademamix_bfloat16(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta3_now: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
-    one_over_one_minus_beta1_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    one_over_one_minus_beta1_pow_t: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -160,8 +162,6 @@ def ademamix_bfloat16(
     exp_avg_slow_ptr = pointer(row + 3, tl.float32, ALIGNED)          # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -170,13 +170,22 @@ def ademamix_bfloat16(
     exp_avg_slow_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            ademamix_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_slow_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+                scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         ademamix_bfloat16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            0, at, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-            scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, False,
+            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
+            scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -184,18 +193,16 @@ def ademamix_bfloat16(
         live = at < count - start
         ademamix_bfloat16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            0, live, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-            scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+            scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
         )
 
 
 @triton.jit
 def ademamix_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7,
-    one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -215,7 +222,7 @@ def ademamix_float16_tile(
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g_cast, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -225,11 +232,10 @@ def ademamix_float16_tile(
 
 @triton.jit
 def ademamix_float16(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta3_now: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
-    one_over_one_minus_beta1_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    one_over_one_minus_beta1_pow_t: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -243,8 +249,6 @@ def ademamix_float16(
     exp_avg_slow_ptr = pointer(row + 3, tl.float32, ALIGNED)          # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -253,13 +257,22 @@ def ademamix_float16(
     exp_avg_slow_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            ademamix_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_slow_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+                scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         ademamix_float16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            0, at, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-            scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, False,
+            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
+            scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -267,9 +280,8 @@ def ademamix_float16(
         live = at < count - start
         ademamix_float16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            0, live, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-            scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+            scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
         )
 
 

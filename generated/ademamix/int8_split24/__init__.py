@@ -61,15 +61,13 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_wa
     beta3_now = min(slow, beta3) if step < beta3_warmup else beta3
     scalar_3 = (1 - beta3_now) * grad_scale
     scalar_4 = (1 - beta2) * grad_scale * grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     lr_times_one_over_one_minus_beta1_pow_t = lr * (1 / (1 - beta1**step))
-    scalar_7 = lr * mix
-    scalar_8 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta2_pow_t
-    scalar_9 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
+    scalar_6 = lr * mix
+    scalar_7 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else 1 / root(1 - beta2**step)
+    scalar_8 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-        lr_times_one_over_one_minus_beta1_pow_t, scalar_7, scalar_8, scalar_9,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
+        scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8,
     )
 
 
@@ -88,16 +86,14 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_
     beta3_now = min(slow, beta3) if step < beta3_warmup else beta3
     scalar_3 = (1 - beta3_now) * grad_scale
     scalar_4 = (1 - beta2) * grad_scale * grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
-    scalar_6 = mix * beta3_now
-    scalar_7 = mix * scalar_3
+    scalar_5 = mix * beta3_now
+    scalar_6 = mix * scalar_3
     one_over_one_minus_beta1_pow_t = 1 / (1 - beta1**step)
-    scalar_9 = 1 if lr * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr * root(1 - beta2**step))
-    scalar_10 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr * root(1 - beta2**step) < 7.888609052210118e-31 else lr * root(1 - beta2**step))
+    scalar_8 = 1 if lr * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr * root(1 - beta2**step))
+    scalar_9 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr * root(1 - beta2**step) < 7.888609052210118e-31 else lr * root(1 - beta2**step))
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7,
-        one_over_one_minus_beta1_pow_t, scalar_9, scalar_10,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
+        scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9,
     )
 
 
@@ -120,7 +116,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_7', 'scalar_8', 'scalar_9'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -142,7 +138,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_6', 'scalar_7', 'one_over_one_minus_beta1_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'one_over_one_minus_beta1_pow_t', 'scalar_8', 'scalar_9'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -168,7 +164,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_7', 'scalar_8', 'scalar_9'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -191,7 +187,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_6', 'scalar_7', 'one_over_one_minus_beta1_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'one_over_one_minus_beta1_pow_t', 'scalar_8', 'scalar_9'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -217,7 +213,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_7', 'scalar_8', 'scalar_9'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -240,7 +236,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_6', 'scalar_7', 'one_over_one_minus_beta1_pow_t', 'scalar_9', 'scalar_10'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'one_over_one_minus_beta1_pow_t', 'scalar_8', 'scalar_9'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,

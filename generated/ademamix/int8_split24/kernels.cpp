@@ -40,15 +40,15 @@ struct ademamix_float32 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];    // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F beta3_now(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
-        const F scalar_9(scalars[13]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F beta3_now(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F scalar_7(scalars[9]);
+        const F scalar_8(scalars[10]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -157,7 +157,7 @@ struct ademamix_float32 {
                 const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-                const F p_3 = fma(-fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_8, scalar_9), p_2);
+                const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 const I noise = word_xor_2 ^ rotl(word, word_add);                // 32 random bits: hash(element, tensor, step)
@@ -285,16 +285,16 @@ struct ademamix_float32_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];    // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F beta3_now(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F one_over_one_minus_beta1_pow_t(scalars[12]);
-        const F scalar_9(scalars[13]);
-        const F scalar_10(scalars[14]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F beta3_now(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_8(scalars[10]);
+        const F scalar_9(scalars[11]);
 
         // -- elements: decode, update  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
@@ -311,7 +311,7 @@ struct ademamix_float32_small {
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g, scalar_6 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10)), p_2);
+            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g, scalar_5 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);
@@ -340,15 +340,15 @@ struct ademamix_bfloat16 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];    // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F beta3_now(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
-        const F scalar_9(scalars[13]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F beta3_now(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F scalar_7(scalars[9]);
+        const F scalar_8(scalars[10]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -462,7 +462,7 @@ struct ademamix_bfloat16 {
                 const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-                const F p_3 = fma(-fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_8, scalar_9), p_2);
+                const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 const I noise = word_xor_2 ^ rotl(word, word_add);         // 32 random bits: hash(element, tensor, step)
@@ -594,16 +594,16 @@ struct ademamix_bfloat16_small {
         float *__restrict exp_avg_sq_at = (float *)at[5];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F beta3_now(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F one_over_one_minus_beta1_pow_t(scalars[12]);
-        const F scalar_9(scalars[13]);
-        const F scalar_10(scalars[14]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F beta3_now(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_8(scalars[10]);
+        const F scalar_9(scalars[11]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -641,7 +641,7 @@ struct ademamix_bfloat16_small {
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10), p_2);
+            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -676,15 +676,15 @@ struct ademamix_float16 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];    // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F beta3_now(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
-        const F scalar_9(scalars[13]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F beta3_now(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F scalar_7(scalars[9]);
+        const F scalar_8(scalars[10]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -804,7 +804,7 @@ struct ademamix_float16 {
                 const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-                const F p_3 = fma(-fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_8, scalar_9), p_2);
+                const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 const I noise = word_xor_2 ^ rotl(word, word_add);         // 32 random bits: hash(element, tensor, step)
@@ -947,16 +947,16 @@ struct ademamix_float16_small {
         float *__restrict exp_avg_sq_at = (float *)at[5];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F beta3_now(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F one_over_one_minus_beta1_pow_t(scalars[12]);
-        const F scalar_9(scalars[13]);
-        const F scalar_10(scalars[14]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F beta3_now(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_8(scalars[10]);
+        const F scalar_9(scalars[11]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1000,7 +1000,7 @@ struct ademamix_float16_small {
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_9, scalar_10), p_2);
+            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);

@@ -21,16 +21,16 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
 def ademamix_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2, eps, grad_scale,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-    one_over_sqrt_one_minus_beta2_pow_t, lr_times_one_over_one_minus_beta1_pow_t, scalar_7, scalar_8,
-    scalar_9, step_key, stream_key, MASKED: tl.constexpr,
+    lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -47,19 +47,19 @@ def ademamix_float32_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_slow_scale = get(exp_avg_slow_scale_ptr, at_block, live_block, MASKED)
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(tl.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 2147483647
     exp_avg_slow_scale = tl.where(exp_avg_slow_scale_bits == 2139095040, 2139095039, exp_avg_slow_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_slow_code = get(exp_avg_slow_ptr, at, live, MASKED)
-    exp_avg_slow_code = (exp_avg_slow_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_slow_code = counter(exp_avg_slow_code) - 8388736.0
     exp_avg_slow_bend = tl.abs(exp_avg_slow_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/ademamix.py)
     p = one_minus_lr_times_weight_decay * p                   # 31  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -72,7 +72,7 @@ def ademamix_float32_tile(
     exp_avg_sq = tl.fma(scalar_4 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(-tl.fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), reciprocal(tl.fma(g_sqrt, scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)), reciprocal(tl.fma(g_sqrt, scalar_7, scalar_8)), p)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
     word_mul = word_xor * 2146121005
@@ -130,18 +130,17 @@ def ademamix_float32_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_slow_ptr, at, (exp_avg_slow_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_slow_scale_ptr, at_block, (exp_avg_slow_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def ademamix_float32(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta3_now: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """ademamix: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -175,10 +174,9 @@ def ademamix_float32(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             ademamix_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
+                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-                one_over_sqrt_one_minus_beta2_pow_t, lr_times_one_over_one_minus_beta1_pow_t, scalar_7, scalar_8,
-                scalar_9, step_key, stream_key, True,
+                lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -192,15 +190,27 @@ def ademamix_float32(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                ademamix_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_slow_ptr + start + odd * TILE,
+                    exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
+                    scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             ademamix_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta1, beta2, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_times_one_over_one_minus_beta1_pow_t, scalar_7,
-                scalar_8, scalar_9, step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+                lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -211,23 +221,21 @@ def ademamix_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1, beta2,
-                eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_times_one_over_one_minus_beta1_pow_t, scalar_7,
-                scalar_8, scalar_9, step_key, stream_key, True,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+                lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def ademamix_float32_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7,
-    one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_slow = get(exp_avg_slow_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -240,7 +248,7 @@ def ademamix_float32_small_tile(
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g, g, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -250,11 +258,10 @@ def ademamix_float32_small_tile(
 
 @triton.jit
 def ademamix_float32_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta3_now: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
-    one_over_one_minus_beta1_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    one_over_one_minus_beta1_pow_t: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -268,8 +275,6 @@ def ademamix_float32_small(
     exp_avg_slow_ptr = pointer(row + 3, tl.float32, ALIGNED)          # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -278,13 +283,22 @@ def ademamix_float32_small(
     exp_avg_slow_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            ademamix_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_slow_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+                scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         ademamix_float32_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            0, at, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-            scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, False,
+            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
+            scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -292,26 +306,23 @@ def ademamix_float32_small(
         live = at < count - start
         ademamix_float32_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            0, live, 0, at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-            scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key, True,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+            scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
         )
 
 
 @triton.jit
 def ademamix_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr,
-    exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-    scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_times_one_over_one_minus_beta1_pow_t, scalar_7,
-    scalar_8, scalar_9, step_key, stream_key, MASKED: tl.constexpr,
+    exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+    lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -325,22 +336,23 @@ def ademamix_bfloat16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_slow_scale = get(exp_avg_slow_scale_ptr, at_block, live_block, MASKED)
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(tl.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 2147483647
     exp_avg_slow_scale = tl.where(exp_avg_slow_scale_bits == 2139095040, 2139095039, exp_avg_slow_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_slow_code = get(exp_avg_slow_ptr, at, live, MASKED)
-    exp_avg_slow_code = (exp_avg_slow_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_slow_code = counter(exp_avg_slow_code) - 8388736.0
     exp_avg_slow_bend = tl.abs(exp_avg_slow_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/ademamix.py)
     p = one_minus_lr_times_weight_decay * p                             # 31  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
@@ -351,7 +363,7 @@ def ademamix_bfloat16_tile(
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(-tl.fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), reciprocal(tl.fma(g_sqrt, scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)), reciprocal(tl.fma(g_sqrt, scalar_7, scalar_8)), p)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
     word_mul = word_xor * 2146121005
@@ -405,25 +417,24 @@ def ademamix_bfloat16_tile(
     g_mul = exp_avg_slow_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_slow_pattern = tl.fma(exp_avg_slow, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_slow_ptr, at, (exp_avg_slow_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_slow_scale_ptr, at_block, (exp_avg_slow_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def ademamix_bfloat16(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta3_now: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """ademamix: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -458,10 +469,9 @@ def ademamix_bfloat16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             ademamix_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr,
-                exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_times_one_over_one_minus_beta1_pow_t, scalar_7,
-                scalar_8, scalar_9, step_key, stream_key, True,
+                exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+                lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -476,15 +486,28 @@ def ademamix_bfloat16(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                ademamix_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_slow_ptr + start + odd * TILE, exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
+                    scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             ademamix_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-                lr_times_one_over_one_minus_beta1_pow_t, scalar_7, scalar_8, scalar_9, step_key, stream_key, False,
+                before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -495,34 +518,32 @@ def ademamix_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-                lr_times_one_over_one_minus_beta1_pow_t, scalar_7, scalar_8, scalar_9, step_key, stream_key, True,
+                before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8,
+                step_key, stream_key, True,
             )
 
 
 @triton.jit
 def ademamix_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-    scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, live, index, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_slow = get(exp_avg_slow_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/ademamix.py)
     p = one_minus_lr_times_weight_decay * p                              # 31  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
@@ -530,7 +551,7 @@ def ademamix_bfloat16_small_tile(
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g_cast, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -541,7 +562,7 @@ def ademamix_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -551,11 +572,10 @@ def ademamix_bfloat16_small_tile(
 
 @triton.jit
 def ademamix_bfloat16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta3_now: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
-    one_over_one_minus_beta1_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    one_over_one_minus_beta1_pow_t: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -570,7 +590,6 @@ def ademamix_bfloat16_small(
     exp_avg_slow_ptr = pointer(row + 4, tl.float32, ALIGNED)          # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -582,14 +601,24 @@ def ademamix_bfloat16_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            ademamix_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_slow_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+                scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         ademamix_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-            exp_avg_sq_ptr + start, at, 0, at, 0, before + start + at, beta1, beta2, eps, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9,
-            scalar_10, step_key, stream_key, False,
+            exp_avg_sq_ptr + start, at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, scalar_5, scalar_6,
+            one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -597,20 +626,19 @@ def ademamix_bfloat16_small(
         live = at < count - start
         ademamix_bfloat16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-            exp_avg_sq_ptr + start, at, 0, live, 0, before + start + at, beta1, beta2, eps, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9,
-            scalar_10, step_key, stream_key, True,
+            exp_avg_sq_ptr + start, at, live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, scalar_5, scalar_6,
+            one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def ademamix_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr,
-    exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-    scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_times_one_over_one_minus_beta1_pow_t, scalar_7,
-    scalar_8, scalar_9, step_key, stream_key, MASKED: tl.constexpr,
+    exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+    lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -636,14 +664,14 @@ def ademamix_float16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_slow_scale = get(exp_avg_slow_scale_ptr, at_block, live_block, MASKED)
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(tl.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 2147483647
     exp_avg_slow_scale = tl.where(exp_avg_slow_scale_bits == 2139095040, 2139095039, exp_avg_slow_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_slow_code = get(exp_avg_slow_ptr, at, live, MASKED)
-    exp_avg_slow_code = (exp_avg_slow_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_slow_code = counter(exp_avg_slow_code) - 8388736.0
     exp_avg_slow_bend = tl.abs(exp_avg_slow_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -663,7 +691,7 @@ def ademamix_float16_tile(
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(-tl.fma(scalar_7, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), reciprocal(tl.fma(g_sqrt, scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)), reciprocal(tl.fma(g_sqrt, scalar_7, scalar_8)), p)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
     word_mul = word_xor * 2146121005
@@ -735,18 +763,17 @@ def ademamix_float16_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_slow_ptr, at, (exp_avg_slow_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_slow_scale_ptr, at_block, (exp_avg_slow_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def ademamix_float16(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta3_now: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """ademamix: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -781,10 +808,9 @@ def ademamix_float16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             ademamix_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr,
-                exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_times_one_over_one_minus_beta1_pow_t, scalar_7,
-                scalar_8, scalar_9, step_key, stream_key, True,
+                exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+                lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -799,15 +825,28 @@ def ademamix_float16(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                ademamix_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_slow_ptr + start + odd * TILE, exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
+                    scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             ademamix_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-                lr_times_one_over_one_minus_beta1_pow_t, scalar_7, scalar_8, scalar_9, step_key, stream_key, False,
+                before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -818,18 +857,17 @@ def ademamix_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-                lr_times_one_over_one_minus_beta1_pow_t, scalar_7, scalar_8, scalar_9, step_key, stream_key, True,
+                before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8,
+                step_key, stream_key, True,
             )
 
 
 @triton.jit
 def ademamix_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-    scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9, scalar_10, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, live, index, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -859,7 +897,7 @@ def ademamix_float16_small_tile(
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(-tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_7, g_cast, scalar_6 * exp_avg_slow)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_9, scalar_10)), p)
+    p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g_cast, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -891,11 +929,10 @@ def ademamix_float16_small_tile(
 
 @triton.jit
 def ademamix_float16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    beta3_now: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
-    one_over_one_minus_beta1_pow_t: tl.float32, scalar_9: tl.float32, scalar_10: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    one_over_one_minus_beta1_pow_t: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -910,7 +947,6 @@ def ademamix_float16_small(
     exp_avg_slow_ptr = pointer(row + 4, tl.float32, ALIGNED)          # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -922,14 +958,24 @@ def ademamix_float16_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            ademamix_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_slow_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+                scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         ademamix_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-            exp_avg_sq_ptr + start, at, 0, at, 0, before + start + at, beta1, beta2, eps, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9,
-            scalar_10, step_key, stream_key, False,
+            exp_avg_sq_ptr + start, at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, scalar_5, scalar_6,
+            one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -937,10 +983,9 @@ def ademamix_float16_small(
         live = at < count - start
         ademamix_float16_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-            exp_avg_sq_ptr + start, at, 0, live, 0, before + start + at, beta1, beta2, eps, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, one_over_one_minus_beta1_pow_t, scalar_9,
-            scalar_10, step_key, stream_key, True,
+            exp_avg_sq_ptr + start, at, live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, scalar_5, scalar_6,
+            one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, True,
         )
 
 

@@ -183,12 +183,12 @@ struct adopt_float32_decoupled_weight_decay {
         const F beta1(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F scalar_0(scalars[3]);
-        const F minus_t_minus_one_pow_0p25(scalars[4]);
-        const F bound(scalars[5]);
-        const F one_minus_beta1(scalars[6]);
-        const F lr_times_beta1(scalars[7]);
-        const F lr_times_one_minus_beta1(scalars[8]);
+        const F minus_t_minus_one_pow_0p25(scalars[3]);
+        const F bound(scalars[4]);
+        const F one_minus_beta1(scalars[5]);
+        const F lr_times_beta1(scalars[6]);
+        const F lr_times_one_minus_beta1(scalars[7]);
+        const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         const F decay(scalars[10]);
 
@@ -204,7 +204,7 @@ struct adopt_float32_decoupled_weight_decay {
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
-            const F p_2 = fma(scalar_0, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
+            const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(scalar_6 * g, g, decay * exp_avg_sq);
             store(p_at + i, p_2);
@@ -230,12 +230,12 @@ struct adopt_bfloat16_decoupled_weight_decay {
         const F beta1(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F scalar_0(scalars[3]);
-        const F minus_t_minus_one_pow_0p25(scalars[4]);
-        const F bound(scalars[5]);
-        const F one_minus_beta1(scalars[6]);
-        const F lr_times_beta1(scalars[7]);
-        const F lr_times_one_minus_beta1(scalars[8]);
+        const F minus_t_minus_one_pow_0p25(scalars[3]);
+        const F bound(scalars[4]);
+        const F one_minus_beta1(scalars[5]);
+        const F lr_times_beta1(scalars[6]);
+        const F lr_times_one_minus_beta1(scalars[7]);
+        const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         const F decay(scalars[10]);
 
@@ -253,7 +253,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
-            const F p_2 = fma(scalar_0, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
+            const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
             const I p_x_bits = bits(p_2);
@@ -281,12 +281,12 @@ struct adopt_float16_decoupled_weight_decay {
         const F beta1(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F scalar_0(scalars[3]);
-        const F minus_t_minus_one_pow_0p25(scalars[4]);
-        const F bound(scalars[5]);
-        const F one_minus_beta1(scalars[6]);
-        const F lr_times_beta1(scalars[7]);
-        const F lr_times_one_minus_beta1(scalars[8]);
+        const F minus_t_minus_one_pow_0p25(scalars[3]);
+        const F bound(scalars[4]);
+        const F one_minus_beta1(scalars[5]);
+        const F lr_times_beta1(scalars[6]);
+        const F lr_times_one_minus_beta1(scalars[7]);
+        const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         const F decay(scalars[10]);
 
@@ -304,7 +304,7 @@ struct adopt_float16_decoupled_weight_decay {
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
-            const F p_2 = fma(scalar_0, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
+            const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
             store(p_at + i, narrow_half(p_2));

@@ -19,19 +19,18 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def adopt_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps,
-    weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-    lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, weight_decay, grad_scale,
+    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+    one_minus_where_lt_one_t_beta2_zero, decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -69,8 +68,6 @@ def adopt_float32(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -78,37 +75,46 @@ def adopt_float32(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adopt_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, eps, weight_decay, grad_scale,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+                one_minus_where_lt_one_t_beta2_zero, decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adopt_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adopt_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
+            weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
         )
 
 
 @triton.jit
 def adopt_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps,
-    weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-    lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, weight_decay, grad_scale,
+    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+    one_minus_where_lt_one_t_beta2_zero, decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/adopt.py)
@@ -146,8 +152,6 @@ def adopt_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -155,30 +159,39 @@ def adopt_bfloat16(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adopt_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, eps, weight_decay, grad_scale,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+                one_minus_where_lt_one_t_beta2_zero, decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adopt_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adopt_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
+            weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
         )
 
 
 @triton.jit
 def adopt_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps,
-    weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-    lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, weight_decay, grad_scale,
+    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+    one_minus_where_lt_one_t_beta2_zero, decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -221,8 +234,6 @@ def adopt_float16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -230,33 +241,43 @@ def adopt_float16(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adopt_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, eps, weight_decay, grad_scale,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+                one_minus_where_lt_one_t_beta2_zero, decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adopt_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adopt_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
+            weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
         )
 
 
 @triton.jit
 def adopt_float32_decoupled_weight_decay_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
-    scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-    scalar_6, decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
+    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
@@ -266,7 +287,7 @@ def adopt_float32_decoupled_weight_decay_tile(
     scaled = tl.minimum(tl.maximum(g_2 * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_2 = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 31  p = p - lr * exp_avg
-    p = tl.fma(scalar_0, p, -tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg))
+    p = tl.fma(scalar_5, p, minus(tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)))
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(scalar_6 * g, g, decay * exp_avg_sq)
     # -- encode and store
@@ -277,11 +298,11 @@ def adopt_float32_decoupled_weight_decay_tile(
 
 @triton.jit
 def adopt_float32_decoupled_weight_decay(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_6: tl.float32,
-    decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -292,8 +313,6 @@ def adopt_float32_decoupled_weight_decay(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -301,37 +320,46 @@ def adopt_float32_decoupled_weight_decay(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adopt_float32_decoupled_weight_decay_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adopt_float32_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
-            grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
+            grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+            scalar_5, scalar_6, decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adopt_float32_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
+            grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+            scalar_5, scalar_6, decay, True,
         )
 
 
 @triton.jit
 def adopt_bfloat16_decoupled_weight_decay_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
-    scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-    scalar_6, decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
+    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     g = grad_scale * g_cast
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/adopt.py)
@@ -340,7 +368,7 @@ def adopt_bfloat16_decoupled_weight_decay_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg_2 = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)
     # 31  p = p - lr * exp_avg
-    p = tl.fma(scalar_0, p, -tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg))
+    p = tl.fma(scalar_5, p, minus(tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)))
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
@@ -353,11 +381,11 @@ def adopt_bfloat16_decoupled_weight_decay_tile(
 
 @triton.jit
 def adopt_bfloat16_decoupled_weight_decay(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_6: tl.float32,
-    decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -368,8 +396,6 @@ def adopt_bfloat16_decoupled_weight_decay(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -377,29 +403,38 @@ def adopt_bfloat16_decoupled_weight_decay(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adopt_bfloat16_decoupled_weight_decay_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adopt_bfloat16_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
-            grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
+            grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+            scalar_5, scalar_6, decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adopt_bfloat16_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
+            grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+            scalar_5, scalar_6, decay, True,
         )
 
 
 @triton.jit
 def adopt_float16_decoupled_weight_decay_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
-    scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-    scalar_6, decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
+    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -416,7 +451,7 @@ def adopt_float16_decoupled_weight_decay_tile(
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg_2 = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)
     # 31  p = p - lr * exp_avg
-    p = tl.fma(scalar_0, p, -tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg))
+    p = tl.fma(scalar_5, p, minus(tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)))
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
@@ -427,11 +462,11 @@ def adopt_float16_decoupled_weight_decay_tile(
 
 @triton.jit
 def adopt_float16_decoupled_weight_decay(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_6: tl.float32,
-    decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """adopt: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -442,8 +477,6 @@ def adopt_float16_decoupled_weight_decay(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -451,21 +484,30 @@ def adopt_float16_decoupled_weight_decay(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            adopt_float16_decoupled_weight_decay_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         adopt_float16_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
-            grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
+            grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+            scalar_5, scalar_6, decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         adopt_float16_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, scalar_6, decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
+            grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+            scalar_5, scalar_6, decay, True,
         )
 
 

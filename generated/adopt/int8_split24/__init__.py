@@ -100,17 +100,17 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
 def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
-    scalar_0 = 1 - lr * (weight_decay if 1 < step else 0)
     minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
     bound = power(step - 1, 0.25)     # 28  bound = (t - 1) ** 0.25
     one_minus_beta1 = 1 - beta1
     lr_times_beta1 = lr * beta1
     lr_times_one_minus_beta1 = lr * one_minus_beta1
+    scalar_5 = 1 - lr * (weight_decay if 1 < step else 0)
     scalar_6 = (1 - (beta2 if 1 < step else 0)) * grad_scale * grad_scale
     decay = beta2 if 1 < step else 0  # 32  decay = where(t > 1, beta2, 0.0)
     return (
-        beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-        lr_times_one_minus_beta1, scalar_6, decay,
+        beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
+        lr_times_one_minus_beta1, scalar_5, scalar_6, decay,
     )
 
 
@@ -288,7 +288,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_6', 'decay'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_5', 'scalar_6', 'decay'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
@@ -334,7 +334,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_6', 'decay'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_5', 'scalar_6', 'decay'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
@@ -380,7 +380,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_6', 'decay'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_5', 'scalar_6', 'decay'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,

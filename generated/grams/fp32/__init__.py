@@ -41,13 +41,12 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
-    scalar_4 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta2_pow_t
-    scalar_5 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
+    scalar_3 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else 1 / root(1 - beta2**step)
+    scalar_4 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
     minus_lr_over_one_minus_beta1_pow_t = -(lr / (1 - beta1**step))
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, one_over_sqrt_one_minus_beta2_pow_t, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+        beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+        scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
     )
 
 
@@ -66,7 +65,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5', 'minus_lr_over_one_minus_beta1_pow_t'),
+        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4', 'minus_lr_over_one_minus_beta1_pow_t'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -87,7 +86,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5', 'minus_lr_over_one_minus_beta1_pow_t'),
+        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4', 'minus_lr_over_one_minus_beta1_pow_t'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -108,7 +107,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5', 'minus_lr_over_one_minus_beta1_pow_t'),
+        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4', 'minus_lr_over_one_minus_beta1_pow_t'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,

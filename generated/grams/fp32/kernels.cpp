@@ -34,13 +34,13 @@ struct grams_float32 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[10]);
+        const F grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F scalar_3(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
 
         // -- elements: decode, update  (specs/grams.py)
         for (int i = 0; i < count; i += W) {
@@ -55,7 +55,7 @@ struct grams_float32 {
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg_2) * reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p_2);
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg_2) * reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -78,13 +78,13 @@ struct grams_bfloat16 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[10]);
+        const F grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F scalar_3(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/grams.py)
         for (int i = 0; i < count; i += W) {
@@ -101,7 +101,7 @@ struct grams_bfloat16 {
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg_2) * reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p_2);
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg_2) * reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -126,13 +126,13 @@ struct grams_float16 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[10]);
+        const F grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F scalar_3(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
 
         // -- elements: decode, update  (specs/grams.py)
         for (int i = 0; i < count; i += W) {
@@ -149,7 +149,7 @@ struct grams_float16 {
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg_2) * reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p_2);
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg_2) * reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

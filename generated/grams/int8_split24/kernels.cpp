@@ -36,13 +36,13 @@ struct grams_float32 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[10]);
+        const F grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F scalar_3(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -121,7 +121,7 @@ struct grams_float32 {
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg) / fma(g_sqrt, scalar_4, scalar_5), p_2);
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg) / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -230,13 +230,13 @@ struct grams_float32_small {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[10]);
+        const F grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F scalar_3(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
 
         // -- elements: decode, update  (specs/grams.py)
         for (int i = 0; i < count; i += W) {
@@ -251,7 +251,7 @@ struct grams_float32_small {
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg_2) * reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p_2);
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg_2) * reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -277,13 +277,13 @@ struct grams_bfloat16 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[10]);
+        const F grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F scalar_3(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -367,7 +367,7 @@ struct grams_bfloat16 {
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg) / fma(g_sqrt, scalar_4, scalar_5), p_2);
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg) / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -480,13 +480,13 @@ struct grams_bfloat16_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[10]);
+        const F grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F scalar_3(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -522,7 +522,7 @@ struct grams_bfloat16_small {
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg_2) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p_2);
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg_2) / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -554,13 +554,13 @@ struct grams_float16 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[10]);
+        const F grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F scalar_3(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -650,7 +650,7 @@ struct grams_float16 {
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg) / fma(g_sqrt, scalar_4, scalar_5), p_2);
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg) / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -774,13 +774,13 @@ struct grams_float16_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[10]);
+        const F grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F scalar_3(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -822,7 +822,7 @@ struct grams_float16_small {
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg_2) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p_2);
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg_2) / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);

@@ -39,16 +39,14 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     scalar_0 = (1 - beta2) * grad_scale * grad_scale
-    grad_scale_times_sqrt_one_minus_beta2_pow_t = grad_scale * root(1 - beta2**step)
     eps_times_sqrt_one_minus_beta2_pow_t = eps * root(1 - beta2**step)
-    scalar_3 = (1 - beta1) * grad_scale_times_sqrt_one_minus_beta2_pow_t
+    scalar_2 = (1 - beta1) * (grad_scale * root(1 - beta2**step))
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
-    scalar_5 = lr / (1 - beta1**step) * scalar_3
+    scalar_4 = lr / (1 - beta1**step) * scalar_2
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        beta1, beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-        eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-        one_minus_lr_times_weight_decay,
+        beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay,
     )
 
 
@@ -67,7 +65,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -88,7 +86,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -109,7 +107,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,

@@ -34,12 +34,12 @@ struct laprop_float32 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F scalar_0(scalars[3]);
-        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F one_minus_lr_times_weight_decay(scalars[9]);
+        const F scalar_0(scalars[2]);
+        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[7]);
 
         // -- elements: decode, update  (specs/laprop.py)
         for (int i = 0; i < count; i += W) {
@@ -51,9 +51,9 @@ struct laprop_float32 {
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             const F g_mul = g * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
             // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
+            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;              // 24  p = decoupled(p, lr, weight_decay)
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
@@ -77,12 +77,12 @@ struct laprop_bfloat16 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F scalar_0(scalars[3]);
-        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F one_minus_lr_times_weight_decay(scalars[9]);
+        const F scalar_0(scalars[2]);
+        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[7]);
 
         // -- elements: decode, update, encode  (specs/laprop.py)
         for (int i = 0; i < count; i += W) {
@@ -95,9 +95,9 @@ struct laprop_bfloat16 {
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F g_mul = g_cast * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
+            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;        // 24  p = decoupled(p, lr, weight_decay)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
@@ -123,12 +123,12 @@ struct laprop_float16 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F scalar_0(scalars[3]);
-        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F one_minus_lr_times_weight_decay(scalars[9]);
+        const F scalar_0(scalars[2]);
+        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[7]);
 
         // -- elements: decode, update  (specs/laprop.py)
         for (int i = 0; i < count; i += W) {
@@ -141,9 +141,9 @@ struct laprop_float16 {
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F g_mul = g_cast * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
+            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;        // 24  p = decoupled(p, lr, weight_decay)
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);

@@ -19,19 +19,18 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import get, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def laprop_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t,
-    scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, one_minus_lr_times_weight_decay, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, scalar_0,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
@@ -39,9 +38,9 @@ def laprop_float32_tile(
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
-    exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)      # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    exp_avg_2 = tl.fma(scalar_2, g_mul, beta1 * exp_avg)      # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 23  p = p - lr / (1 - beta1**t) * exp_avg
-    p = p - tl.fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
+    p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
     p = one_minus_lr_times_weight_decay * p                   # 24  p = decoupled(p, lr, weight_decay)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -51,10 +50,9 @@ def laprop_float32_tile(
 
 @triton.jit
 def laprop_float32(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
-    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
@@ -67,8 +65,6 @@ def laprop_float32(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -76,49 +72,56 @@ def laprop_float32(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            laprop_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, scalar_0,
+                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                one_minus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         laprop_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-            eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_4, one_minus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         laprop_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-            eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
+            scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_4, one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
 def laprop_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t,
-    scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, one_minus_lr_times_weight_decay, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, scalar_0,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/laprop.py)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)
+    exp_avg_2 = tl.fma(scalar_2, g_mul, beta1 * exp_avg)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg
-    p = p - tl.fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
+    p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -130,10 +133,9 @@ def laprop_bfloat16_tile(
 
 @triton.jit
 def laprop_bfloat16(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
-    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
@@ -146,8 +148,6 @@ def laprop_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -155,32 +155,39 @@ def laprop_bfloat16(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            laprop_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, scalar_0,
+                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                one_minus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         laprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-            eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_4, one_minus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         laprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-            eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
+            scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_4, one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
 def laprop_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t,
-    scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, one_minus_lr_times_weight_decay, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, scalar_0,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -195,9 +202,9 @@ def laprop_float16_tile(
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)
+    exp_avg_2 = tl.fma(scalar_2, g_mul, beta1 * exp_avg)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg
-    p = p - tl.fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
+    p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
@@ -207,10 +214,9 @@ def laprop_float16_tile(
 
 @triton.jit
 def laprop_float16(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
-    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
@@ -223,8 +229,6 @@ def laprop_float16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -232,23 +236,31 @@ def laprop_float16(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            laprop_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, scalar_0,
+                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                one_minus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         laprop_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-            eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_4, one_minus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         laprop_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-            eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
+            scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_4, one_minus_lr_times_weight_decay, True,
         )
 
 

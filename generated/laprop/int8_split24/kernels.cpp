@@ -36,11 +36,11 @@ struct laprop_float32 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F scalar_0(scalars[3]);
-        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        const F one_minus_lr_times_weight_decay(scalars[8]);
+        const F scalar_0(scalars[2]);
+        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -113,7 +113,7 @@ struct laprop_float32 {
                 const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-                const F exp_avg = fma(scalar_3, g * reciprocal(g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                const F exp_avg = fma(scalar_2, g * reciprocal(g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p);  // 23  p = p - lr / (1 - beta1**t) * exp_avg
                 const F p_3 = one_minus_lr_times_weight_decay * p_2;                 // 24  p = decoupled(p, lr, weight_decay)
                 const I word_and = lane(i);
@@ -201,12 +201,12 @@ struct laprop_float32_small {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F scalar_0(scalars[3]);
-        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F one_minus_lr_times_weight_decay(scalars[9]);
+        const F scalar_0(scalars[2]);
+        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[7]);
 
         // -- elements: decode, update  (specs/laprop.py)
         for (int i = 0; i < count; i += W) {
@@ -218,9 +218,9 @@ struct laprop_float32_small {
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             const F g_mul = g * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
             // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
+            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;              // 24  p = decoupled(p, lr, weight_decay)
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
@@ -247,11 +247,11 @@ struct laprop_bfloat16 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F scalar_0(scalars[3]);
-        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        const F one_minus_lr_times_weight_decay(scalars[8]);
+        const F scalar_0(scalars[2]);
+        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -329,7 +329,7 @@ struct laprop_bfloat16 {
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-                const F exp_avg = fma(scalar_3, g_cast / (g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(scalar_2, g_cast / (g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p);  // 23  p = p - lr / (1 - beta1**t) * exp_avg
                 const F p_3 = one_minus_lr_times_weight_decay * p_2;                 // 24  p = decoupled(p, lr, weight_decay)
                 const I word_and = lane(i);
@@ -421,12 +421,12 @@ struct laprop_bfloat16_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F scalar_0(scalars[3]);
-        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F one_minus_lr_times_weight_decay(scalars[9]);
+        const F scalar_0(scalars[2]);
+        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -458,9 +458,9 @@ struct laprop_bfloat16_small {
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F g_mul = g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
+            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;        // 24  p = decoupled(p, lr, weight_decay)
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
@@ -493,11 +493,11 @@ struct laprop_float16 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F scalar_0(scalars[3]);
-        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        const F one_minus_lr_times_weight_decay(scalars[8]);
+        const F scalar_0(scalars[2]);
+        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -581,7 +581,7 @@ struct laprop_float16 {
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-                const F exp_avg = fma(scalar_3, g_cast / (g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(scalar_2, g_cast / (g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p);  // 23  p = p - lr / (1 - beta1**t) * exp_avg
                 const F p_3 = one_minus_lr_times_weight_decay * p_2;                 // 24  p = decoupled(p, lr, weight_decay)
                 const I word_and = lane(i);
@@ -684,12 +684,12 @@ struct laprop_float16_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F scalar_0(scalars[3]);
-        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F one_minus_lr_times_weight_decay(scalars[9]);
+        const F scalar_0(scalars[2]);
+        const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -727,9 +727,9 @@ struct laprop_float16_small {
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F g_mul = g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            const F exp_avg_2 = fma(scalar_3, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
+            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;        // 24  p = decoupled(p, lr, weight_decay)
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)

@@ -19,15 +19,15 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
 def laprop_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-    eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
-    one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+    minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -36,7 +36,7 @@ def laprop_float32_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -48,7 +48,7 @@ def laprop_float32_tile(
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/laprop.py)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -56,7 +56,7 @@ def laprop_float32_tile(
     g_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg = tl.fma(scalar_3, g * reciprocal(g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(scalar_2, g * reciprocal(g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)  # 23  p = p - lr / (1 - beta1**t) * exp_avg
     p = one_minus_lr_times_weight_decay * p                      # 24  p = decoupled(p, lr, weight_decay)
     # -- encode and store
@@ -89,20 +89,18 @@ def laprop_float32_tile(
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add[:, None]
     g_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def laprop_float32(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
-    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -137,9 +135,8 @@ def laprop_float32(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             laprop_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1, beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-                eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                live_block, number, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -151,14 +148,24 @@ def laprop_float32(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                laprop_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                    minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             laprop_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + at, beta1, beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-                eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
-                one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                before + start + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -168,22 +175,20 @@ def laprop_float32(
             laprop_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-                eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                before + start + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def laprop_float32_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t,
-    scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, one_minus_lr_times_weight_decay, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, scalar_0,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
@@ -191,9 +196,9 @@ def laprop_float32_small_tile(
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
-    exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)      # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    exp_avg_2 = tl.fma(scalar_2, g_mul, beta1 * exp_avg)      # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 23  p = p - lr / (1 - beta1**t) * exp_avg
-    p = p - tl.fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
+    p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
     p = one_minus_lr_times_weight_decay * p                   # 24  p = decoupled(p, lr, weight_decay)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -203,10 +208,9 @@ def laprop_float32_small_tile(
 
 @triton.jit
 def laprop_float32_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
-    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
@@ -219,8 +223,6 @@ def laprop_float32_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -228,46 +230,51 @@ def laprop_float32_small(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            laprop_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, scalar_0,
+                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                one_minus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         laprop_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-            eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_4, one_minus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         laprop_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-            eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
+            scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_4, one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
 def laprop_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-    minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
+    at_block, live, live_block, index, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+    scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -277,18 +284,19 @@ def laprop_bfloat16_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/laprop.py)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg = tl.fma(scalar_3, g_cast * reciprocal(g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(scalar_2, g_cast * reciprocal(g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)         # 23  p = p - lr / (1 - beta1**t) * exp_avg
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
     # -- encode and store
@@ -321,23 +329,21 @@ def laprop_bfloat16_tile(
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add[:, None]
     g_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def laprop_bfloat16(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
-    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -373,9 +379,9 @@ def laprop_bfloat16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             laprop_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-                minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -388,14 +394,26 @@ def laprop_bfloat16(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                laprop_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, scalar_0,
+                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             laprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, beta2, grad_scale, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-                minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, beta1, beta2, scalar_0,
+                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+                one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -405,38 +423,36 @@ def laprop_bfloat16(
             laprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, grad_scale, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-                minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, beta1, beta2, scalar_0,
+                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+                one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def laprop_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-    eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2, scalar_0,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
     one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/laprop.py)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)
+    exp_avg_2 = tl.fma(scalar_2, g_mul, beta1 * exp_avg)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg
-    p = p - tl.fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
+    p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -448,7 +464,7 @@ def laprop_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -457,10 +473,9 @@ def laprop_bfloat16_small_tile(
 
 @triton.jit
 def laprop_bfloat16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
-    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
@@ -474,7 +489,6 @@ def laprop_bfloat16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -485,13 +499,23 @@ def laprop_bfloat16_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            laprop_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         laprop_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, grad_scale, scalar_0,
-            grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, one_minus_lr_times_weight_decay, step_key,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
             stream_key, False,
         )
     tile = count // TILE
@@ -499,10 +523,9 @@ def laprop_bfloat16_small(
     if start < count:
         live = at < count - start
         laprop_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, grad_scale, scalar_0,
-            grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, one_minus_lr_times_weight_decay, step_key,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
             stream_key, True,
         )
 
@@ -510,9 +533,8 @@ def laprop_bfloat16_small(
 @triton.jit
 def laprop_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-    minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
+    at_block, live, live_block, index, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+    scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -531,7 +553,7 @@ def laprop_float16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -553,7 +575,7 @@ def laprop_float16_tile(
     g_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg = tl.fma(scalar_3, g_cast * reciprocal(g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(scalar_2, g_cast * reciprocal(g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)         # 23  p = p - lr / (1 - beta1**t) * exp_avg
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
     # -- encode and store
@@ -586,7 +608,6 @@ def laprop_float16_tile(
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add[:, None]
     g_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     g_bitcast = p.to(tl.int32, bitcast=True)
     p_magnitude = g_bitcast & 2147483647
@@ -605,15 +626,14 @@ def laprop_float16_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def laprop_float16(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
-    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -649,9 +669,9 @@ def laprop_float16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             laprop_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-                minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -664,14 +684,26 @@ def laprop_float16(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                laprop_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, scalar_0,
+                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             laprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, beta2, grad_scale, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-                minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, beta1, beta2, scalar_0,
+                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+                one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -681,17 +713,16 @@ def laprop_float16(
             laprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, grad_scale, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-                minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, beta1, beta2, scalar_0,
+                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+                one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def laprop_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, grad_scale, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-    eps_times_sqrt_one_minus_beta2_pow_t, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2, scalar_0,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
     one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -716,9 +747,9 @@ def laprop_float16_small_tile(
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg_2 = tl.fma(scalar_3, g_mul, beta1 * exp_avg)
+    exp_avg_2 = tl.fma(scalar_2, g_mul, beta1 * exp_avg)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg
-    p = p - tl.fma(scalar_5, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
+    p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -750,10 +781,9 @@ def laprop_float16_small_tile(
 
 @triton.jit
 def laprop_float16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
-    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
@@ -767,7 +797,6 @@ def laprop_float16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -778,13 +807,23 @@ def laprop_float16_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            laprop_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         laprop_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, grad_scale, scalar_0,
-            grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, one_minus_lr_times_weight_decay, step_key,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
             stream_key, False,
         )
     tile = count // TILE
@@ -792,10 +831,9 @@ def laprop_float16_small(
     if start < count:
         live = at < count - start
         laprop_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, grad_scale, scalar_0,
-            grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, one_minus_lr_times_weight_decay, step_key,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
             stream_key, True,
         )
 

@@ -31,10 +31,10 @@ struct lion_float32 {
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F one_minus_beta2_times_grad_scale(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F one_minus_beta2_times_grad_scale(scalars[4]);
+        const F minus_lr(scalars[5]);
 
         // -- elements: decode, update  (specs/lion.py)
         for (int i = 0; i < count; i += W) {
@@ -67,10 +67,10 @@ struct lion_bfloat16 {
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F one_minus_beta2_times_grad_scale(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F one_minus_beta2_times_grad_scale(scalars[4]);
+        const F minus_lr(scalars[5]);
 
         // -- elements: decode, update, encode  (specs/lion.py)
         for (int i = 0; i < count; i += W) {
@@ -107,10 +107,10 @@ struct lion_float16 {
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F one_minus_beta2_times_grad_scale(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F one_minus_beta2_times_grad_scale(scalars[4]);
+        const F minus_lr(scalars[5]);
 
         // -- elements: decode, update  (specs/lion.py)
         for (int i = 0; i < count; i += W) {

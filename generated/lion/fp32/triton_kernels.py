@@ -17,19 +17,18 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, sign
+from optgen.runtime.triton_prelude import get, pointer, put, sign, widened
 
 
 @triton.jit
 def lion_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/lion.py)
     p = one_minus_lr_times_weight_decay * p                                 # 18  p = decoupled(p, lr, weight_decay)
@@ -45,11 +44,10 @@ def lion_float32_tile(
 
 @triton.jit
 def lion_float32(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_grad_scale: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -59,47 +57,52 @@ def lion_float32(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     exp_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            lion_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                one_minus_beta2_times_grad_scale, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         lion_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, 0, at, 0, at, beta1, beta2, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         lion_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, 0, live, 0, at, beta1, beta2, grad_scale,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            minus_lr, step_key, stream_key, True,
+            minus_lr, True,
         )
 
 
 @triton.jit
 def lion_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/lion.py)
     p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg))
     # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
@@ -114,11 +117,10 @@ def lion_bfloat16_tile(
 
 @triton.jit
 def lion_bfloat16(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_grad_scale: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -128,37 +130,42 @@ def lion_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     exp_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            lion_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                one_minus_beta2_times_grad_scale, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         lion_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, 0, at, 0, at, beta1, beta2, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         lion_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, 0, live, 0, at, beta1, beta2, grad_scale,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            minus_lr, step_key, stream_key, True,
+            minus_lr, True,
         )
 
 
 @triton.jit
 def lion_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -181,11 +188,10 @@ def lion_float16_tile(
 
 @triton.jit
 def lion_float16(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_grad_scale: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -195,29 +201,35 @@ def lion_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     exp_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            lion_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                one_minus_beta2_times_grad_scale, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         lion_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, 0, at, 0, at, beta1, beta2, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         lion_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, 0, live, 0, at, beta1, beta2, grad_scale,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            minus_lr, step_key, stream_key, True,
+            minus_lr, True,
         )
 
 

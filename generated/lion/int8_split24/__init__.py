@@ -35,7 +35,7 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
     one_minus_beta2_times_grad_scale = (1 - beta2) * grad_scale
     minus_lr = -lr
     return (
-        beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
         one_minus_beta2_times_grad_scale, minus_lr,
     )
 
@@ -55,7 +55,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -75,7 +75,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -97,7 +97,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -118,7 +118,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
@@ -140,7 +140,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -161,7 +161,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,

@@ -32,10 +32,10 @@ struct lion_float32 {
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F one_minus_beta2_times_grad_scale(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F one_minus_beta2_times_grad_scale(scalars[4]);
+        const F minus_lr(scalars[5]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -140,10 +140,10 @@ struct lion_float32_small {
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F one_minus_beta2_times_grad_scale(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F one_minus_beta2_times_grad_scale(scalars[4]);
+        const F minus_lr(scalars[5]);
 
         // -- elements: decode, update  (specs/lion.py)
         for (int i = 0; i < count; i += W) {
@@ -178,10 +178,10 @@ struct lion_bfloat16 {
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F one_minus_beta2_times_grad_scale(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F one_minus_beta2_times_grad_scale(scalars[4]);
+        const F minus_lr(scalars[5]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -295,10 +295,10 @@ struct lion_bfloat16_small {
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F one_minus_beta2_times_grad_scale(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F one_minus_beta2_times_grad_scale(scalars[4]);
+        const F minus_lr(scalars[5]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -360,10 +360,10 @@ struct lion_float16 {
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F one_minus_beta2_times_grad_scale(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F one_minus_beta2_times_grad_scale(scalars[4]);
+        const F minus_lr(scalars[5]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -494,10 +494,10 @@ struct lion_float16_small {
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F one_minus_beta2_times_grad_scale(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F one_minus_beta2_times_grad_scale(scalars[4]);
+        const F minus_lr(scalars[5]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def madgrad_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
@@ -44,7 +44,7 @@ def madgrad_float32_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -53,18 +53,18 @@ def madgrad_float32_tile(
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
     p_mul = weight * g
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + p_mul                          # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -88,7 +88,6 @@ def madgrad_float32_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -98,7 +97,7 @@ def madgrad_float32_tile(
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, z, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -152,8 +151,18 @@ def madgrad_float32(
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
+                    grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_float32_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
@@ -173,12 +182,12 @@ def madgrad_float32(
 
 @triton.jit
 def madgrad_float32_small_tile(
-    p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, at, live, weight_decay, eps, grad_scale, weight,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     s = get(s_ptr, at, live, MASKED)
@@ -186,18 +195,18 @@ def madgrad_float32_small_tile(
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
     p_mul = weight * g
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     put(p_ptr, at, z, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -219,8 +228,6 @@ def madgrad_float32_small(
     grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -228,19 +235,27 @@ def madgrad_float32_small(
     grad_sum_sq_ptr += origin
     s_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
+                s_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at, 0, at, weight_decay,
-            eps, grad_scale, weight, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at, weight_decay, eps,
+            grad_scale, weight, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         madgrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, live, 0, at, weight_decay,
-            eps, grad_scale, weight, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live, weight_decay, eps,
+            grad_scale, weight, True,
         )
 
 
@@ -253,11 +268,9 @@ def madgrad_bfloat16_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
@@ -271,27 +284,28 @@ def madgrad_bfloat16_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
     p_mul = weight * g
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + p_mul                          # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -315,7 +329,6 @@ def madgrad_bfloat16_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -325,10 +338,10 @@ def madgrad_bfloat16_tile(
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -384,8 +397,18 @@ def madgrad_bfloat16(
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
@@ -405,35 +428,34 @@ def madgrad_bfloat16(
 
 @triton.jit
 def madgrad_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, live, index, weight_decay, eps, grad_scale,
+    weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
     p_mul = weight * g
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -444,7 +466,7 @@ def madgrad_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -467,7 +489,6 @@ def madgrad_bfloat16_small(
     grad_sum_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -478,19 +499,28 @@ def madgrad_bfloat16_small(
     s_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at,
-            0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
+            before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         madgrad_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0,
-            live, 0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live,
+            before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
         )
 
 
@@ -526,7 +556,7 @@ def madgrad_float16_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     # f16 and 8 more bits, stochastic
@@ -536,18 +566,18 @@ def madgrad_float16_tile(
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
+    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
     p_mul = weight * g
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + p_mul                          # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -571,7 +601,6 @@ def madgrad_float16_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -595,7 +624,7 @@ def madgrad_float16_tile(
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -651,8 +680,18 @@ def madgrad_float16(
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
@@ -672,8 +711,8 @@ def madgrad_float16(
 
 @triton.jit
 def madgrad_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, at, live, index, weight_decay, eps, grad_scale,
+    weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -695,18 +734,18 @@ def madgrad_float16_small_tile(
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
     p_mul = weight * g
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -751,7 +790,6 @@ def madgrad_float16_small(
     grad_sum_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -762,19 +800,28 @@ def madgrad_float16_small(
     s_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0, at,
-            0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
+            before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         madgrad_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, 0,
-            live, 0, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live,
+            before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
         )
 
 
@@ -786,7 +833,7 @@ def madgrad_float32_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
@@ -801,7 +848,7 @@ def madgrad_float32_has_momentum_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
@@ -814,10 +861,10 @@ def madgrad_float32_has_momentum_tile(
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
     s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
@@ -843,7 +890,6 @@ def madgrad_float32_has_momentum_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -853,7 +899,7 @@ def madgrad_float32_has_momentum_tile(
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, p, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -911,8 +957,19 @@ def madgrad_float32_has_momentum(
         x0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_float32_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
+                    grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, x0_ptr + start + odd * TILE, at, at_block, at,
+                    at_block, before + start + odd * TILE + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                    step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, at, at_block,
@@ -934,12 +991,12 @@ def madgrad_float32_has_momentum(
 
 @triton.jit
 def madgrad_float32_has_momentum_small_tile(
-    p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index, weight_decay, eps,
-    grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, live, weight_decay, eps, grad_scale, weight,
+    one_minus_momentum, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
@@ -951,10 +1008,10 @@ def madgrad_float32_has_momentum_small_tile(
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -979,8 +1036,6 @@ def madgrad_float32_has_momentum_small(
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -989,19 +1044,28 @@ def madgrad_float32_has_momentum_small(
     s_ptr += origin
     x0_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_float32_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
+                s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight,
+                one_minus_momentum, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, at, 0, at,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, at,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         madgrad_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, 0, live, 0, at,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, live,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
         )
 
 
@@ -1014,11 +1078,9 @@ def madgrad_bfloat16_has_momentum_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
@@ -1032,9 +1094,10 @@ def madgrad_bfloat16_has_momentum_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = get(x0_ptr, at, live, MASKED)
@@ -1045,10 +1108,10 @@ def madgrad_bfloat16_has_momentum_tile(
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
     s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
@@ -1074,7 +1137,6 @@ def madgrad_bfloat16_has_momentum_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -1084,10 +1146,10 @@ def madgrad_bfloat16_has_momentum_tile(
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -1147,8 +1209,19 @@ def madgrad_bfloat16_has_momentum(
         x0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_bfloat16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, before + start + odd * TILE + at, weight_decay,
+                    eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
@@ -1170,18 +1243,17 @@ def madgrad_bfloat16_has_momentum(
 
 @triton.jit
 def madgrad_bfloat16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, live, index, weight_decay, eps,
+    grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
@@ -1191,10 +1263,10 @@ def madgrad_bfloat16_has_momentum_small_tile(
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -1206,7 +1278,7 @@ def madgrad_bfloat16_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
@@ -1231,7 +1303,6 @@ def madgrad_bfloat16_has_momentum_small(
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1243,12 +1314,22 @@ def madgrad_bfloat16_has_momentum_small(
     x0_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_bfloat16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_bfloat16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, 0, at, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_minus_momentum, step_key, stream_key, False,
+            x0_ptr + start, at, at, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+            step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1256,8 +1337,8 @@ def madgrad_bfloat16_has_momentum_small(
         live = at < count - start
         madgrad_bfloat16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, 0, live, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_minus_momentum, step_key, stream_key, True,
+            x0_ptr + start, at, live, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+            step_key, stream_key, True,
         )
 
 
@@ -1293,7 +1374,7 @@ def madgrad_float16_has_momentum_tile(
     scale_bits = scale_bits & 2147483647
     scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
-    s_code = (s_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -1307,10 +1388,10 @@ def madgrad_float16_has_momentum_tile(
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
     s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
@@ -1336,7 +1417,6 @@ def madgrad_float16_has_momentum_tile(
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    grad_sum_sq_code = (grad_sum_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
@@ -1360,7 +1440,7 @@ def madgrad_float16_has_momentum_tile(
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq_code.to(tl.uint8), live, MASKED)
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
@@ -1420,8 +1500,19 @@ def madgrad_float16_has_momentum(
         x0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                madgrad_float16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, before + start + odd * TILE + at, weight_decay,
+                    eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             madgrad_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
@@ -1443,8 +1534,8 @@ def madgrad_float16_has_momentum(
 
 @triton.jit
 def madgrad_float16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, at_block, live, live_block, index,
-    weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, at, live, index, weight_decay, eps,
+    grad_scale, weight, one_minus_momentum, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1470,10 +1561,10 @@ def madgrad_float16_has_momentum_small_tile(
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(-s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(-grad_sum_sq, reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -1521,7 +1612,6 @@ def madgrad_float16_has_momentum_small(
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1533,12 +1623,22 @@ def madgrad_float16_has_momentum_small(
     x0_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            madgrad_float16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         madgrad_float16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, 0, at, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_minus_momentum, step_key, stream_key, False,
+            x0_ptr + start, at, at, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+            step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1546,8 +1646,8 @@ def madgrad_float16_has_momentum_small(
         live = at < count - start
         madgrad_float16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, 0, live, 0, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_minus_momentum, step_key, stream_key, True,
+            x0_ptr + start, at, live, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+            step_key, stream_key, True,
         )
 
 

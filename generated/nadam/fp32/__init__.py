@@ -53,15 +53,14 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_d
     avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
-    sqrt_one_over_one_minus_beta2_pow_t = root(1 / (1 - beta2**step))
-    scalar_3 = avg_lr * beta1
-    scalar_4 = avg_lr * one_minus_beta1
+    scalar_2 = avg_lr * beta1
+    scalar_3 = avg_lr * one_minus_beta1
     grad_lr = divide(lr * (1 - mu), 1 - mu_product_2)                  # 33  grad_lr = lr * (1 - mu) / (1 - mu_product)
-    scalar_6 = 1 if 1 / sqrt_one_over_one_minus_beta2_pow_t < 7.888609052210118e-31 else 1 / (1 / sqrt_one_over_one_minus_beta2_pow_t)
-    scalar_7 = divide(max(eps / sqrt_one_over_one_minus_beta2_pow_t, 1.1754943508222875e-38), 0 if 1 / sqrt_one_over_one_minus_beta2_pow_t < 7.888609052210118e-31 else 1 / sqrt_one_over_one_minus_beta2_pow_t)
+    scalar_5 = 1 if 1 / root(1 / (1 - beta2**step)) < 7.888609052210118e-31 else 1 / (1 / root(1 / (1 - beta2**step)))
+    scalar_6 = divide(max(eps / root(1 / (1 - beta2**step)), 1.1754943508222875e-38), 0 if 1 / root(1 / (1 - beta2**step)) < 7.888609052210118e-31 else 1 / root(1 / (1 - beta2**step)))
     return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-        sqrt_one_over_one_minus_beta2_pow_t, scalar_3, scalar_4, grad_lr, scalar_6, scalar_7, mu_product_2,
+        beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr,
+        scalar_5, scalar_6, mu_product_2,
     )
 
 
@@ -100,16 +99,14 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    sqrt_one_over_one_minus_beta2_pow_t = root(1 / (1 - beta2**step))
-    scalar_4 = avg_lr * beta1
-    scalar_5 = avg_lr * one_minus_beta1_times_grad_scale
-    scalar_6 = grad_lr * grad_scale
-    scalar_7 = 1 if 1 / sqrt_one_over_one_minus_beta2_pow_t < 7.888609052210118e-31 else 1 / (1 / sqrt_one_over_one_minus_beta2_pow_t)
-    scalar_8 = divide(max(eps / sqrt_one_over_one_minus_beta2_pow_t, 1.1754943508222875e-38), 0 if 1 / sqrt_one_over_one_minus_beta2_pow_t < 7.888609052210118e-31 else 1 / sqrt_one_over_one_minus_beta2_pow_t)
+    scalar_3 = avg_lr * beta1
+    scalar_4 = avg_lr * one_minus_beta1_times_grad_scale
+    scalar_5 = grad_lr * grad_scale
+    scalar_6 = 1 if 1 / root(1 / (1 - beta2**step)) < 7.888609052210118e-31 else 1 / (1 / root(1 / (1 - beta2**step)))
+    scalar_7 = divide(max(eps / root(1 / (1 - beta2**step)), 1.1754943508222875e-38), 0 if 1 / root(1 / (1 - beta2**step)) < 7.888609052210118e-31 else 1 / root(1 / (1 - beta2**step)))
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, scalar_5, scalar_6, scalar_7, scalar_8,
-        mu_product_2,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+        scalar_4, scalar_5, scalar_6, scalar_7, mu_product_2,
     )
 
 
@@ -128,7 +125,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_over_one_minus_beta2_pow_t', 'scalar_3', 'scalar_4', 'grad_lr', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3', 'grad_lr', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -149,7 +146,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_over_one_minus_beta2_pow_t', 'scalar_3', 'scalar_4', 'grad_lr', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3', 'grad_lr', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -170,7 +167,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_over_one_minus_beta2_pow_t', 'scalar_3', 'scalar_4', 'grad_lr', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3', 'grad_lr', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -191,7 +188,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'sqrt_one_over_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -212,7 +209,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'sqrt_one_over_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -233,7 +230,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'sqrt_one_over_one_minus_beta2_pow_t', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,

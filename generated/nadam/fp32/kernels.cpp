@@ -34,15 +34,15 @@ struct nadam_float32 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F grad_lr(scalars[10]);
-        const F scalar_6(scalars[11]);
-        const F scalar_7(scalars[12]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F grad_lr(scalars[8]);
+        const F scalar_5(scalars[9]);
+        const F scalar_6(scalars[10]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -56,7 +56,7 @@ struct nadam_float32 {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_3, fma(scalar_4, g_3, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p);
+            const F p_2 = fma(-fma(grad_lr, g_3, fma(scalar_3, g_3, scalar_2 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -79,15 +79,15 @@ struct nadam_bfloat16 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F grad_lr(scalars[10]);
-        const F scalar_6(scalars[11]);
-        const F scalar_7(scalars[12]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F grad_lr(scalars[8]);
+        const F scalar_5(scalars[9]);
+        const F scalar_6(scalars[10]);
 
         // -- elements: decode, update, encode  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -102,7 +102,7 @@ struct nadam_bfloat16 {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_4, g_2, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p);
+            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -127,15 +127,15 @@ struct nadam_float16 {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F grad_lr(scalars[10]);
-        const F scalar_6(scalars[11]);
-        const F scalar_7(scalars[12]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F grad_lr(scalars[8]);
+        const F scalar_5(scalars[9]);
+        const F scalar_6(scalars[10]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -150,7 +150,7 @@ struct nadam_float16 {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_4, g_2, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p);
+            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -173,14 +173,14 @@ struct nadam_float32_decoupled_weight_decay {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F scalar_7(scalars[9]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -194,7 +194,7 @@ struct nadam_float32_decoupled_weight_decay {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_6, g, fma(scalar_5, g, scalar_4 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8)), p_2);
+            const F p_3 = fma(-fma(scalar_5, g, fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -217,14 +217,14 @@ struct nadam_bfloat16_decoupled_weight_decay {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F scalar_7(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -240,7 +240,7 @@ struct nadam_bfloat16_decoupled_weight_decay {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_6, g_cast, fma(scalar_5, g_cast, scalar_4 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8)), p_2);
+            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -265,14 +265,14 @@ struct nadam_float16_decoupled_weight_decay {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F scalar_7(scalars[9]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -288,7 +288,7 @@ struct nadam_float16_decoupled_weight_decay {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_6, g_cast, fma(scalar_5, g_cast, scalar_4 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8)), p_2);
+            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

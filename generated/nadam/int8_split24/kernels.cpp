@@ -36,14 +36,14 @@ struct nadam_float32 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F grad_lr(scalars[8]);
-        const F avg_lr(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F grad_lr(scalars[6]);
+        const F avg_lr(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -122,7 +122,7 @@ struct nadam_float32 {
                 const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-                const F p_2 = fma(-fma(avg_lr, exp_avg, grad_lr * g_3), 1.0f / fma(p_sqrt, scalar_5, scalar_6), p);
+                const F p_2 = fma(-fma(avg_lr, exp_avg, grad_lr * g_3), 1.0f / fma(p_sqrt, scalar_4, scalar_5), p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -231,15 +231,15 @@ struct nadam_float32_small {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F grad_lr(scalars[10]);
-        const F scalar_6(scalars[11]);
-        const F scalar_7(scalars[12]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F grad_lr(scalars[8]);
+        const F scalar_5(scalars[9]);
+        const F scalar_6(scalars[10]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -253,7 +253,7 @@ struct nadam_float32_small {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_3, fma(scalar_4, g_3, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p);
+            const F p_2 = fma(-fma(grad_lr, g_3, fma(scalar_3, g_3, scalar_2 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -279,14 +279,14 @@ struct nadam_bfloat16 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F grad_lr(scalars[8]);
-        const F avg_lr(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F grad_lr(scalars[6]);
+        const F avg_lr(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -369,7 +369,7 @@ struct nadam_bfloat16 {
                 const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-                const F p_2 = fma(-fma(avg_lr, exp_avg, grad_lr * g_2), 1.0f / fma(p_sqrt, scalar_5, scalar_6), p);
+                const F p_2 = fma(-fma(avg_lr, exp_avg, grad_lr * g_2), 1.0f / fma(p_sqrt, scalar_4, scalar_5), p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -482,15 +482,15 @@ struct nadam_bfloat16_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F grad_lr(scalars[10]);
-        const F scalar_6(scalars[11]);
-        const F scalar_7(scalars[12]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F grad_lr(scalars[8]);
+        const F scalar_5(scalars[9]);
+        const F scalar_6(scalars[10]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -524,7 +524,7 @@ struct nadam_bfloat16_small {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_4, g_2, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
+            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -556,14 +556,14 @@ struct nadam_float16 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F grad_lr(scalars[8]);
-        const F avg_lr(scalars[9]);
-        const F scalar_5(scalars[10]);
-        const F scalar_6(scalars[11]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F grad_lr(scalars[6]);
+        const F avg_lr(scalars[7]);
+        const F scalar_4(scalars[8]);
+        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -652,7 +652,7 @@ struct nadam_float16 {
                 const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-                const F p_2 = fma(-fma(avg_lr, exp_avg, grad_lr * g_2), 1.0f / fma(p_sqrt, scalar_5, scalar_6), p);
+                const F p_2 = fma(-fma(avg_lr, exp_avg, grad_lr * g_2), 1.0f / fma(p_sqrt, scalar_4, scalar_5), p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -776,15 +776,15 @@ struct nadam_float16_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F scalar_3(scalars[8]);
-        const F scalar_4(scalars[9]);
-        const F grad_lr(scalars[10]);
-        const F scalar_6(scalars[11]);
-        const F scalar_7(scalars[12]);
+        const F weight_decay(scalars[2]);
+        const F grad_scale(scalars[3]);
+        const F one_minus_beta1(scalars[4]);
+        const F one_minus_beta2(scalars[5]);
+        const F scalar_2(scalars[6]);
+        const F scalar_3(scalars[7]);
+        const F grad_lr(scalars[8]);
+        const F scalar_5(scalars[9]);
+        const F scalar_6(scalars[10]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -824,7 +824,7 @@ struct nadam_float16_small {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_4, g_2, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
+            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -866,13 +866,13 @@ struct nadam_float32_decoupled_weight_decay {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F avg_lr(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F avg_lr(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -950,7 +950,7 @@ struct nadam_float32_decoupled_weight_decay {
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-                const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_4 * g), 1.0f / fma(g_sqrt, scalar_6, scalar_7), p_2);
+                const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_3 * g), 1.0f / fma(g_sqrt, scalar_5, scalar_6), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1059,14 +1059,14 @@ struct nadam_float32_decoupled_weight_decay_small {
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F scalar_7(scalars[9]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -1080,7 +1080,7 @@ struct nadam_float32_decoupled_weight_decay_small {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_6, g, fma(scalar_5, g, scalar_4 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8)), p_2);
+            const F p_3 = fma(-fma(scalar_5, g, fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1106,13 +1106,13 @@ struct nadam_bfloat16_decoupled_weight_decay {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F avg_lr(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F avg_lr(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1195,7 +1195,7 @@ struct nadam_bfloat16_decoupled_weight_decay {
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-                const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_4 * g_cast), 1.0f / fma(g_sqrt, scalar_6, scalar_7), p_2);
+                const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_3 * g_cast), 1.0f / fma(g_sqrt, scalar_5, scalar_6), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1308,14 +1308,14 @@ struct nadam_bfloat16_decoupled_weight_decay_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F scalar_7(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1350,7 +1350,7 @@ struct nadam_bfloat16_decoupled_weight_decay_small {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_6, g_cast, fma(scalar_5, g_cast, scalar_4 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
+            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1382,13 +1382,13 @@ struct nadam_float16_decoupled_weight_decay {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F avg_lr(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F avg_lr(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1477,7 +1477,7 @@ struct nadam_float16_decoupled_weight_decay {
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-                const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_4 * g_cast), 1.0f / fma(g_sqrt, scalar_6, scalar_7), p_2);
+                const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_3 * g_cast), 1.0f / fma(g_sqrt, scalar_5, scalar_6), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1601,14 +1601,14 @@ struct nadam_float16_decoupled_weight_decay_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        const F scalar_5(scalars[7]);
+        const F scalar_6(scalars[8]);
+        const F scalar_7(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1649,7 +1649,7 @@ struct nadam_float16_decoupled_weight_decay_small {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_6, g_cast, fma(scalar_5, g_cast, scalar_4 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
+            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);

@@ -19,19 +19,18 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
 def nadam_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key, stream_key,
-    MASKED: tl.constexpr,
+    live_block, index, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr,
+    avg_lr, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -46,7 +45,7 @@ def nadam_float32_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -60,7 +59,7 @@ def nadam_float32_tile(
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(avg_lr, exp_avg, grad_lr * g), reciprocal(tl.fma(p_sqrt, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, grad_lr * g)), reciprocal(tl.fma(p_sqrt, scalar_4, scalar_5)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -100,16 +99,15 @@ def nadam_float32_tile(
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def nadam_float32(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    sqrt_one_over_one_minus_beta2_pow_t: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
-    scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -142,8 +140,8 @@ def nadam_float32(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key, stream_key, True,
+                live_block, number, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr,
+                avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -155,13 +153,24 @@ def nadam_float32(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                nadam_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             nadam_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key, stream_key, False,
+                before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr,
+                avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -171,20 +180,19 @@ def nadam_float32(
             nadam_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key, stream_key, True,
+                before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr,
+                avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def nadam_float32_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t,
-    scalar_3, scalar_4, grad_lr, scalar_6, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, weight_decay, grad_scale,
+    one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
@@ -195,7 +203,7 @@ def nadam_float32_small_tile(
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(grad_lr, g, tl.fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(grad_lr, g, tl.fma(scalar_3, g, scalar_2 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -204,10 +212,9 @@ def nadam_float32_small_tile(
 
 @triton.jit
 def nadam_float32_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    sqrt_one_over_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    grad_lr: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    grad_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -219,8 +226,6 @@ def nadam_float32_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -228,41 +233,45 @@ def nadam_float32_small(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            nadam_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         nadam_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-            sqrt_one_over_one_minus_beta2_pow_t, scalar_3, scalar_4, grad_lr, scalar_6, scalar_7, step_key,
-            stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5,
+            scalar_6, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         nadam_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-            sqrt_one_over_one_minus_beta2_pow_t, scalar_3, scalar_4, grad_lr, scalar_6, scalar_7, step_key,
-            stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
+            weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5,
+            scalar_6, True,
         )
 
 
 @triton.jit
 def nadam_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-    one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key,
-    stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, index, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+    one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -276,9 +285,10 @@ def nadam_bfloat16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/nadam.py)
@@ -290,7 +300,7 @@ def nadam_bfloat16_tile(
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(avg_lr, exp_avg, grad_lr * g), reciprocal(tl.fma(p_sqrt, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, grad_lr * g)), reciprocal(tl.fma(p_sqrt, scalar_4, scalar_5)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -328,21 +338,20 @@ def nadam_bfloat16_tile(
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def nadam_bfloat16(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    sqrt_one_over_one_minus_beta2_pow_t: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
-    scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -376,9 +385,8 @@ def nadam_bfloat16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -391,14 +399,24 @@ def nadam_bfloat16(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                nadam_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, weight_decay, grad_scale,
+                    one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             nadam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5,
-                scalar_6, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -408,28 +426,25 @@ def nadam_bfloat16(
             nadam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5,
-                scalar_6, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def nadam_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    sqrt_one_over_one_minus_beta2_pow_t, scalar_3, scalar_4, grad_lr, scalar_6, scalar_7, step_key,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2, weight_decay,
+    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/nadam.py)
@@ -438,7 +453,7 @@ def nadam_bfloat16_small_tile(
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(grad_lr, g, tl.fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(grad_lr, g, tl.fma(scalar_3, g, scalar_2 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -449,7 +464,7 @@ def nadam_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -458,10 +473,9 @@ def nadam_bfloat16_small_tile(
 
 @triton.jit
 def nadam_bfloat16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    sqrt_one_over_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    grad_lr: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    grad_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -474,7 +488,6 @@ def nadam_bfloat16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -485,32 +498,39 @@ def nadam_bfloat16_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            nadam_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         nadam_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-            one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, scalar_3, scalar_4, grad_lr, scalar_6, scalar_7,
-            step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+            scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         nadam_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-            one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, scalar_3, scalar_4, grad_lr, scalar_6, scalar_7,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+            scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def nadam_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-    one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key,
-    stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, index, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+    one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -538,7 +558,7 @@ def nadam_float16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -553,7 +573,7 @@ def nadam_float16_tile(
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     p_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(avg_lr, exp_avg, grad_lr * g), reciprocal(tl.fma(p_sqrt, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, grad_lr * g)), reciprocal(tl.fma(p_sqrt, scalar_4, scalar_5)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -607,16 +627,15 @@ def nadam_float16_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def nadam_float16(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    sqrt_one_over_one_minus_beta2_pow_t: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
-    scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -650,9 +669,8 @@ def nadam_float16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -665,14 +683,24 @@ def nadam_float16(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                nadam_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, weight_decay, grad_scale,
+                    one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             nadam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5,
-                scalar_6, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -682,17 +710,15 @@ def nadam_float16(
             nadam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, grad_lr, avg_lr, scalar_5,
-                scalar_6, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def nadam_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    sqrt_one_over_one_minus_beta2_pow_t, scalar_3, scalar_4, grad_lr, scalar_6, scalar_7, step_key,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2, weight_decay,
+    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -718,7 +744,7 @@ def nadam_float16_small_tile(
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(grad_lr, g, tl.fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(grad_lr, g, tl.fma(scalar_3, g, scalar_2 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -749,10 +775,9 @@ def nadam_float16_small_tile(
 
 @triton.jit
 def nadam_float16_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    sqrt_one_over_one_minus_beta2_pow_t: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    grad_lr: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    grad_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -765,7 +790,6 @@ def nadam_float16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -776,32 +800,39 @@ def nadam_float16_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            nadam_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         nadam_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-            one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, scalar_3, scalar_4, grad_lr, scalar_6, scalar_7,
-            step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+            scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         nadam_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-            one_minus_beta2, sqrt_one_over_one_minus_beta2_pow_t, scalar_3, scalar_4, grad_lr, scalar_6, scalar_7,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+            scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def nadam_float32_decoupled_weight_decay_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr,
-    scalar_6, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -818,12 +849,12 @@ def nadam_float32_decoupled_weight_decay_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/nadam.py)
     p = one_minus_lr_times_weight_decay * p                   # 24  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -833,7 +864,7 @@ def nadam_float32_decoupled_weight_decay_tile(
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(avg_lr, exp_avg, scalar_4 * g), reciprocal(tl.fma(g_sqrt, scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, scalar_3 * g)), reciprocal(tl.fma(g_sqrt, scalar_5, scalar_6)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -873,16 +904,15 @@ def nadam_float32_decoupled_weight_decay_tile(
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def nadam_float32_decoupled_weight_decay(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, sqrt_one_over_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    avg_lr: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    avg_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -915,9 +945,8 @@ def nadam_float32_decoupled_weight_decay(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_float32_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr,
-                scalar_6, scalar_7, step_key, stream_key, True,
+                live_block, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -929,14 +958,25 @@ def nadam_float32_decoupled_weight_decay(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                nadam_float32_decoupled_weight_decay_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+                    False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             nadam_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr,
-                scalar_6, scalar_7, step_key, stream_key, False,
+                before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -946,23 +986,21 @@ def nadam_float32_decoupled_weight_decay(
             nadam_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr,
-                scalar_6, scalar_7, step_key, stream_key, True,
+                before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def nadam_float32_decoupled_weight_decay_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    sqrt_one_over_one_minus_beta2_pow_t, scalar_4, scalar_5, scalar_6, scalar_7, scalar_8, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/nadam.py)
@@ -972,7 +1010,7 @@ def nadam_float32_decoupled_weight_decay_small_tile(
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(scalar_6, g, tl.fma(scalar_5, g, scalar_4 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g, tl.fma(scalar_4, g, scalar_3 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -981,10 +1019,9 @@ def nadam_float32_decoupled_weight_decay_small_tile(
 
 @triton.jit
 def nadam_float32_decoupled_weight_decay_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, sqrt_one_over_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -997,8 +1034,6 @@ def nadam_float32_decoupled_weight_decay_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1006,39 +1041,44 @@ def nadam_float32_decoupled_weight_decay_small(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            nadam_float32_decoupled_weight_decay_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         nadam_float32_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            sqrt_one_over_one_minus_beta2_pow_t, scalar_4, scalar_5, scalar_6, scalar_7, scalar_8, step_key,
-            stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+            scalar_5, scalar_6, scalar_7, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         nadam_float32_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            sqrt_one_over_one_minus_beta2_pow_t, scalar_4, scalar_5, scalar_6, scalar_7, scalar_8, step_key,
-            stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+            scalar_5, scalar_6, scalar_7, True,
         )
 
 
 @triton.jit
 def nadam_bfloat16_decoupled_weight_decay_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr,
-    scalar_6, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -1052,15 +1092,16 @@ def nadam_bfloat16_decoupled_weight_decay_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/nadam.py)
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
@@ -1068,7 +1109,7 @@ def nadam_bfloat16_decoupled_weight_decay_tile(
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(avg_lr, exp_avg, scalar_4 * g_cast), reciprocal(tl.fma(g_sqrt, scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, scalar_3 * g_cast)), reciprocal(tl.fma(g_sqrt, scalar_5, scalar_6)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1106,21 +1147,20 @@ def nadam_bfloat16_decoupled_weight_decay_tile(
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def nadam_bfloat16_decoupled_weight_decay(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, sqrt_one_over_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    avg_lr: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    avg_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1154,9 +1194,9 @@ def nadam_bfloat16_decoupled_weight_decay(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr,
-                scalar_6, scalar_7, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -1169,14 +1209,26 @@ def nadam_bfloat16_decoupled_weight_decay(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                nadam_bfloat16_decoupled_weight_decay_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+                    False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             nadam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr, scalar_6, scalar_7, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+                False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1186,38 +1238,36 @@ def nadam_bfloat16_decoupled_weight_decay(
             nadam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr, scalar_6, scalar_7, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+                True,
             )
 
 
 @triton.jit
 def nadam_bfloat16_decoupled_weight_decay_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    sqrt_one_over_one_minus_beta2_pow_t, scalar_4, scalar_5, scalar_6, scalar_7, scalar_8, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    scalar_5, scalar_6, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/nadam.py)
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(scalar_6, g_cast, tl.fma(scalar_5, g_cast, scalar_4 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g_cast, tl.fma(scalar_4, g_cast, scalar_3 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1228,7 +1278,7 @@ def nadam_bfloat16_decoupled_weight_decay_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -1237,10 +1287,9 @@ def nadam_bfloat16_decoupled_weight_decay_small_tile(
 
 @triton.jit
 def nadam_bfloat16_decoupled_weight_decay_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, sqrt_one_over_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -1254,7 +1303,6 @@ def nadam_bfloat16_decoupled_weight_decay_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1265,32 +1313,42 @@ def nadam_bfloat16_decoupled_weight_decay_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            nadam_bfloat16_decoupled_weight_decay_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         nadam_bfloat16_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, scalar_5,
-            scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         nadam_bfloat16_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, scalar_5,
-            scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
+            stream_key, True,
         )
 
 
 @triton.jit
 def nadam_float16_decoupled_weight_decay_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr,
-    scalar_6, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1316,7 +1374,7 @@ def nadam_float16_decoupled_weight_decay_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -1333,7 +1391,7 @@ def nadam_float16_decoupled_weight_decay_tile(
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(avg_lr, exp_avg, scalar_4 * g_cast), reciprocal(tl.fma(g_sqrt, scalar_6, scalar_7)), p)
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, scalar_3 * g_cast)), reciprocal(tl.fma(g_sqrt, scalar_5, scalar_6)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1387,16 +1445,15 @@ def nadam_float16_decoupled_weight_decay_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def nadam_float16_decoupled_weight_decay(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, sqrt_one_over_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    avg_lr: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    avg_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1430,9 +1487,9 @@ def nadam_float16_decoupled_weight_decay(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             nadam_float16_decoupled_weight_decay_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr,
-                scalar_6, scalar_7, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -1445,14 +1502,26 @@ def nadam_float16_decoupled_weight_decay(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                nadam_float16_decoupled_weight_decay_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+                    False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             nadam_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr, scalar_6, scalar_7, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+                False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1462,18 +1531,17 @@ def nadam_float16_decoupled_weight_decay(
             nadam_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                sqrt_one_over_one_minus_beta2_pow_t, scalar_4, avg_lr, scalar_6, scalar_7, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+                True,
             )
 
 
 @triton.jit
 def nadam_float16_decoupled_weight_decay_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    sqrt_one_over_one_minus_beta2_pow_t, scalar_4, scalar_5, scalar_6, scalar_7, scalar_8, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    scalar_5, scalar_6, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1499,7 +1567,7 @@ def nadam_float16_decoupled_weight_decay_small_tile(
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(-tl.fma(scalar_6, g_cast, tl.fma(scalar_5, g_cast, scalar_4 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(scalar_5, g_cast, tl.fma(scalar_4, g_cast, scalar_3 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1530,10 +1598,9 @@ def nadam_float16_decoupled_weight_decay_small_tile(
 
 @triton.jit
 def nadam_float16_decoupled_weight_decay_small(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, sqrt_one_over_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
@@ -1547,7 +1614,6 @@ def nadam_float16_decoupled_weight_decay_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1558,23 +1624,33 @@ def nadam_float16_decoupled_weight_decay_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            nadam_float16_decoupled_weight_decay_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         nadam_float16_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, scalar_5,
-            scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         nadam_float16_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, sqrt_one_over_one_minus_beta2_pow_t, scalar_4, scalar_5,
-            scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
+            stream_key, True,
         )
 
 

@@ -104,8 +104,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
     scalar_6 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6,
+        beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive,
+        scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6,
     )
 
 
@@ -187,7 +187,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -208,7 +208,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -229,7 +229,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,

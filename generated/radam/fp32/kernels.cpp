@@ -180,13 +180,13 @@ struct radam_float32_decoupled_weight_decay {
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F eps(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F adaptive(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_6(scalars[10]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F adaptive(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
+        const F scalar_6(scalars[9]);
 
         // -- elements: decode, update  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
@@ -226,13 +226,13 @@ struct radam_bfloat16_decoupled_weight_decay {
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F eps(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F adaptive(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_6(scalars[10]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F adaptive(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
+        const F scalar_6(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
@@ -276,13 +276,13 @@ struct radam_float16_decoupled_weight_decay {
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F eps(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F adaptive(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_6(scalars[10]);
+        const F one_minus_lr_times_weight_decay(scalars[3]);
+        const F one_minus_beta1_times_grad_scale(scalars[4]);
+        const F scalar_2(scalars[5]);
+        const F adaptive(scalars[6]);
+        const F scalar_4(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
+        const F scalar_6(scalars[9]);
 
         // -- elements: decode, update  (specs/radam.py)
         for (int i = 0; i < count; i += W) {

@@ -103,8 +103,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_4 = 1 if 5 < rho else 0
     lr_over_one_minus_beta1_pow_t = lr / (1 - beta1**step)
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t,
+        beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive,
+        scalar_4, lr_over_one_minus_beta1_pow_t,
     )
 
 
@@ -126,8 +126,8 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
     scalar_6 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6,
+        beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive,
+        scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6,
     )
 
 
@@ -284,7 +284,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
@@ -305,7 +305,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
@@ -329,7 +329,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
@@ -351,7 +351,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
@@ -375,7 +375,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
@@ -397,7 +397,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,

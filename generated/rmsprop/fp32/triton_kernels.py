@@ -17,17 +17,17 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
 
 
 @triton.jit
 def rmsprop_float32_tile(
-    p_ptr, g_ptr, square_avg_ptr, at, at_block, live, live_block, index, alpha, eps, weight_decay,
-    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, at, live, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -56,41 +56,47 @@ def rmsprop_float32(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     square_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
+                alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float32_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, 0, at, 0, at, alpha, eps, weight_decay,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_float32_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, 0, live, 0, at, alpha, eps, weight_decay,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, live, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, True,
         )
 
 
 @triton.jit
 def rmsprop_bfloat16_tile(
-    p_ptr, g_ptr, square_avg_ptr, at, at_block, live, live_block, index, alpha, eps, weight_decay,
-    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, at, live, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
@@ -119,34 +125,40 @@ def rmsprop_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     square_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
+                alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, 0, at, 0, at, alpha, eps, weight_decay,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, 0, live, 0, at, alpha, eps, weight_decay,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, live, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, True,
         )
 
 
 @triton.jit
 def rmsprop_float16_tile(
-    p_ptr, g_ptr, square_avg_ptr, at, at_block, live, live_block, index, alpha, eps, weight_decay,
-    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, at, live, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -180,39 +192,44 @@ def rmsprop_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     square_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
+                alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, 0, at, 0, at, alpha, eps, weight_decay,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_float16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, 0, live, 0, at, alpha, eps, weight_decay,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, live, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, True,
         )
 
 
 @triton.jit
 def rmsprop_float32_has_momentum_tile(
-    p_ptr, g_ptr, square_avg_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, momentum_buffer_ptr, at, live, alpha, eps, weight_decay, momentum,
+    grad_scale, one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -246,8 +263,6 @@ def rmsprop_float32_has_momentum(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -255,34 +270,42 @@ def rmsprop_float32_has_momentum(
     square_avg_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float32_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, momentum, grad_scale,
+                one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at,
-            alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at,
-            alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, live, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 
 @triton.jit
 def rmsprop_bfloat16_has_momentum_tile(
-    p_ptr, g_ptr, square_avg_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, momentum_buffer_ptr, at, live, alpha, eps, weight_decay, momentum,
+    grad_scale, one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
@@ -316,8 +339,6 @@ def rmsprop_bfloat16_has_momentum(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -325,27 +346,35 @@ def rmsprop_bfloat16_has_momentum(
     square_avg_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_bfloat16_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, momentum, grad_scale,
+                one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at,
-            alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at,
-            alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, live, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 
 @triton.jit
 def rmsprop_float16_has_momentum_tile(
-    p_ptr, g_ptr, square_avg_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, momentum_buffer_ptr, at, live, alpha, eps, weight_decay, momentum,
+    grad_scale, one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -384,8 +413,6 @@ def rmsprop_float16_has_momentum(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -393,30 +420,39 @@ def rmsprop_float16_has_momentum(
     square_avg_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float16_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, momentum, grad_scale,
+                one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at,
-            alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at,
-            alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, live, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 
 @triton.jit
 def rmsprop_float32_centered_tile(
-    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, at, live, alpha, eps, weight_decay, grad_scale,
+    one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -427,7 +463,7 @@ def rmsprop_float32_centered_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
@@ -451,8 +487,6 @@ def rmsprop_float32_centered(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -460,33 +494,42 @@ def rmsprop_float32_centered(
     square_avg_ptr += origin
     grad_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float32_centered_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                grad_avg_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float32_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, 0, at, 0, at, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_float32_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, 0, live, 0, at, alpha,
-            eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, live, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 
 @triton.jit
 def rmsprop_bfloat16_centered_tile(
-    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, at, live, alpha, eps, weight_decay, grad_scale,
+    one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
@@ -495,7 +538,7 @@ def rmsprop_bfloat16_centered_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
@@ -521,8 +564,6 @@ def rmsprop_bfloat16_centered(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -530,26 +571,35 @@ def rmsprop_bfloat16_centered(
     square_avg_ptr += origin
     grad_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_bfloat16_centered_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                grad_avg_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_bfloat16_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, 0, at, 0, at, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_bfloat16_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, 0, live, 0, at, alpha,
-            eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, live, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 
 @triton.jit
 def rmsprop_float16_centered_tile(
-    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, at, live, alpha, eps, weight_decay, grad_scale,
+    one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -565,7 +615,7 @@ def rmsprop_float16_centered_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
@@ -589,8 +639,6 @@ def rmsprop_float16_centered(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -598,31 +646,39 @@ def rmsprop_float16_centered(
     square_avg_ptr += origin
     grad_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float16_centered_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                grad_avg_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float16_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, 0, at, 0, at, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_float16_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, 0, live, 0, at, alpha,
-            eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, live, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 
 @triton.jit
 def rmsprop_float32_centered_has_momentum_tile(
-    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index,
-    alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, live, alpha, eps, weight_decay,
+    momentum, grad_scale, one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -634,7 +690,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
@@ -662,8 +718,6 @@ def rmsprop_float32_centered_has_momentum(
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -672,12 +726,20 @@ def rmsprop_float32_centered_has_momentum(
     grad_avg_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float32_centered_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                grad_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float32_centered_has_momentum_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, 0, at, 0, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, False,
+            at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -685,23 +747,21 @@ def rmsprop_float32_centered_has_momentum(
         live = at < count - start
         rmsprop_float32_centered_has_momentum_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, 0, live, 0, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, True,
+            at, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 
 @triton.jit
 def rmsprop_bfloat16_centered_has_momentum_tile(
-    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index,
-    alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, live, alpha, eps, weight_decay,
+    momentum, grad_scale, one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
@@ -711,7 +771,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
@@ -741,8 +801,6 @@ def rmsprop_bfloat16_centered_has_momentum(
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -751,12 +809,20 @@ def rmsprop_bfloat16_centered_has_momentum(
     grad_avg_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_bfloat16_centered_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                grad_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_bfloat16_centered_has_momentum_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, 0, at, 0, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, False,
+            at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -764,16 +830,14 @@ def rmsprop_bfloat16_centered_has_momentum(
         live = at < count - start
         rmsprop_bfloat16_centered_has_momentum_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, 0, live, 0, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, True,
+            at, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 
 @triton.jit
 def rmsprop_float16_centered_has_momentum_tile(
-    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index,
-    alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, live, alpha, eps, weight_decay,
+    momentum, grad_scale, one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -790,7 +854,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
@@ -818,8 +882,6 @@ def rmsprop_float16_centered_has_momentum(
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -828,12 +890,20 @@ def rmsprop_float16_centered_has_momentum(
     grad_avg_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float16_centered_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                grad_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float16_centered_has_momentum_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, 0, at, 0, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, False,
+            at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -841,8 +911,7 @@ def rmsprop_float16_centered_has_momentum(
         live = at < count - start
         rmsprop_float16_centered_has_momentum_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, 0, live, 0, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, True,
+            at, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 

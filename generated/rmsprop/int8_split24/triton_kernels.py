@@ -17,7 +17,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def rmsprop_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
@@ -70,10 +70,9 @@ def rmsprop_float32_tile(
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
@@ -121,8 +120,18 @@ def rmsprop_float32(
         square_avg_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_float32_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS, at, at_block,
                 at, at_block, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
@@ -142,12 +151,12 @@ def rmsprop_float32(
 
 @triton.jit
 def rmsprop_float32_small_tile(
-    p_ptr, g_ptr, square_avg_ptr, at, at_block, live, live_block, index, alpha, eps, weight_decay,
-    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, at, live, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -176,27 +185,33 @@ def rmsprop_float32_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     square_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
+                alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float32_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, 0, at, 0, at, alpha, eps, weight_decay,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_float32_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, 0, live, 0, at, alpha, eps, weight_decay,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, live, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, True,
         )
 
 
@@ -209,11 +224,9 @@ def rmsprop_bfloat16_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -222,7 +235,8 @@ def rmsprop_bfloat16_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -255,13 +269,12 @@ def rmsprop_bfloat16_tile(
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
@@ -311,8 +324,18 @@ def rmsprop_bfloat16(
         square_avg_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, alpha, eps,
@@ -332,18 +355,17 @@ def rmsprop_bfloat16(
 
 @triton.jit
 def rmsprop_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, at, live, index, alpha, eps, weight_decay, grad_scale,
+    one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
@@ -361,7 +383,7 @@ def rmsprop_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
@@ -382,7 +404,6 @@ def rmsprop_bfloat16_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     square_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -392,10 +413,19 @@ def rmsprop_bfloat16_small(
     square_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                square_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, alpha, eps, weight_decay,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, 0, at, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, at,
             before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
             stream_key, False,
         )
@@ -404,7 +434,7 @@ def rmsprop_bfloat16_small(
     if start < count:
         live = at < count - start
         rmsprop_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, 0, live, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, live,
             before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
             stream_key, True,
         )
@@ -471,7 +501,6 @@ def rmsprop_float16_tile(
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_magnitude = p_bitcast & 2147483647
@@ -488,7 +517,7 @@ def rmsprop_float16_tile(
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
@@ -538,8 +567,18 @@ def rmsprop_float16(
         square_avg_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, alpha, eps,
@@ -559,8 +598,8 @@ def rmsprop_float16(
 
 @triton.jit
 def rmsprop_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, at, live, index, alpha, eps, weight_decay, grad_scale,
+    one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -626,7 +665,6 @@ def rmsprop_float16_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     square_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -636,10 +674,19 @@ def rmsprop_float16_small(
     square_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                square_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, alpha, eps, weight_decay,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, 0, at, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, at,
             before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
             stream_key, False,
         )
@@ -648,7 +695,7 @@ def rmsprop_float16_small(
     if start < count:
         live = at < count - start
         rmsprop_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, 0, live, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, live,
             before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
             stream_key, True,
         )
@@ -662,7 +709,7 @@ def rmsprop_float32_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
@@ -677,7 +724,7 @@ def rmsprop_float32_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -714,7 +761,6 @@ def rmsprop_float32_has_momentum_tile(
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
@@ -724,7 +770,7 @@ def rmsprop_float32_has_momentum_tile(
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
@@ -780,8 +826,19 @@ def rmsprop_float32_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_float32_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
@@ -803,13 +860,12 @@ def rmsprop_float32_has_momentum(
 
 @triton.jit
 def rmsprop_float32_has_momentum_small_tile(
-    p_ptr, g_ptr, square_avg_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, momentum_buffer_ptr, at, live, alpha, eps, weight_decay, momentum,
+    grad_scale, one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -843,8 +899,6 @@ def rmsprop_float32_has_momentum_small(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -852,19 +906,28 @@ def rmsprop_float32_has_momentum_small(
     square_avg_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float32_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, momentum, grad_scale,
+                one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at,
-            alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at,
-            alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, live, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 
@@ -877,11 +940,9 @@ def rmsprop_bfloat16_has_momentum_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -895,9 +956,10 @@ def rmsprop_bfloat16_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -932,7 +994,6 @@ def rmsprop_bfloat16_has_momentum_tile(
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
@@ -942,10 +1003,10 @@ def rmsprop_bfloat16_has_momentum_tile(
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
@@ -1003,8 +1064,19 @@ def rmsprop_bfloat16_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_bfloat16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, alpha, eps, weight_decay, momentum,
+                    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
@@ -1026,19 +1098,18 @@ def rmsprop_bfloat16_has_momentum(
 
 @triton.jit
 def rmsprop_bfloat16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index,
-    alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, momentum_buffer_ptr, at, live, index, alpha, eps,
+    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
@@ -1058,7 +1129,7 @@ def rmsprop_bfloat16_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
@@ -1082,7 +1153,6 @@ def rmsprop_bfloat16_has_momentum_small(
     square_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1093,12 +1163,22 @@ def rmsprop_bfloat16_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_bfloat16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                square_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_bfloat16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-            momentum_buffer_ptr + start, at, 0, at, 0, before + start + at, alpha, eps, weight_decay, momentum,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            momentum_buffer_ptr + start, at, at, before + start + at, alpha, eps, weight_decay, momentum, grad_scale,
+            one_minus_alpha, minus_lr, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1106,7 +1186,7 @@ def rmsprop_bfloat16_has_momentum_small(
         live = at < count - start
         rmsprop_bfloat16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-            momentum_buffer_ptr + start, at, 0, live, 0, before + start + at, alpha, eps, weight_decay, momentum,
+            momentum_buffer_ptr + start, at, live, before + start + at, alpha, eps, weight_decay, momentum,
             grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
         )
 
@@ -1143,7 +1223,7 @@ def rmsprop_float16_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -1181,7 +1261,6 @@ def rmsprop_float16_has_momentum_tile(
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
     p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
@@ -1205,7 +1284,7 @@ def rmsprop_float16_has_momentum_tile(
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
@@ -1263,8 +1342,19 @@ def rmsprop_float16_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_float16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, alpha, eps, weight_decay, momentum,
+                    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
@@ -1286,8 +1376,8 @@ def rmsprop_float16_has_momentum(
 
 @triton.jit
 def rmsprop_float16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index,
-    alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, momentum_buffer_ptr, at, live, index, alpha, eps,
+    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1359,7 +1449,6 @@ def rmsprop_float16_has_momentum_small(
     square_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1370,12 +1459,22 @@ def rmsprop_float16_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                square_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-            momentum_buffer_ptr + start, at, 0, at, 0, before + start + at, alpha, eps, weight_decay, momentum,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            momentum_buffer_ptr + start, at, at, before + start + at, alpha, eps, weight_decay, momentum, grad_scale,
+            one_minus_alpha, minus_lr, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -1383,7 +1482,7 @@ def rmsprop_float16_has_momentum_small(
         live = at < count - start
         rmsprop_float16_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-            momentum_buffer_ptr + start, at, 0, live, 0, before + start + at, alpha, eps, weight_decay, momentum,
+            momentum_buffer_ptr + start, at, live, before + start + at, alpha, eps, weight_decay, momentum,
             grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
         )
 
@@ -1396,7 +1495,7 @@ def rmsprop_float32_centered_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
@@ -1411,7 +1510,7 @@ def rmsprop_float32_centered_tile(
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
     grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = (grad_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -1424,7 +1523,7 @@ def rmsprop_float32_centered_tile(
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
@@ -1464,7 +1563,7 @@ def rmsprop_float32_centered_tile(
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
@@ -1519,8 +1618,19 @@ def rmsprop_float32_centered(
         grad_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_float32_centered_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_ptr + start + odd * TILE,
+                    grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_float32_centered_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
@@ -1542,12 +1652,12 @@ def rmsprop_float32_centered(
 
 @triton.jit
 def rmsprop_float32_centered_small_tile(
-    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, at, live, alpha, eps, weight_decay, grad_scale,
+    one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -1558,7 +1668,7 @@ def rmsprop_float32_centered_small_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
@@ -1582,8 +1692,6 @@ def rmsprop_float32_centered_small(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1591,19 +1699,28 @@ def rmsprop_float32_centered_small(
     square_avg_ptr += origin
     grad_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float32_centered_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                grad_avg_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float32_centered_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, 0, at, 0, at, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rmsprop_float32_centered_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, 0, live, 0, at, alpha,
-            eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, live, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 
@@ -1616,11 +1733,9 @@ def rmsprop_bfloat16_centered_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -1634,9 +1749,10 @@ def rmsprop_bfloat16_centered_tile(
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
     grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = (grad_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -1647,7 +1763,7 @@ def rmsprop_bfloat16_centered_tile(
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
@@ -1687,10 +1803,10 @@ def rmsprop_bfloat16_centered_tile(
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(grad_avg_ptr, at, (grad_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
@@ -1747,8 +1863,19 @@ def rmsprop_bfloat16_centered(
         grad_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_bfloat16_centered_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
+                    at, at_block, before + start + odd * TILE + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_bfloat16_centered_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
@@ -1770,18 +1897,17 @@ def rmsprop_bfloat16_centered(
 
 @triton.jit
 def rmsprop_bfloat16_centered_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, grad_avg_ptr, at, at_block, live, live_block, index, alpha,
-    eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, grad_avg_ptr, at, live, index, alpha, eps, weight_decay,
+    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
@@ -1790,7 +1916,7 @@ def rmsprop_bfloat16_centered_small_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
@@ -1803,7 +1929,7 @@ def rmsprop_bfloat16_centered_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
@@ -1826,7 +1952,6 @@ def rmsprop_bfloat16_centered_small(
     square_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     grad_avg_ptr = pointer(row + 4, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1837,11 +1962,21 @@ def rmsprop_bfloat16_centered_small(
     grad_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_bfloat16_centered_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_bfloat16_centered_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-            0, at, 0, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+            at, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
             stream_key, False,
         )
     tile = count // TILE
@@ -1850,8 +1985,8 @@ def rmsprop_bfloat16_centered_small(
         live = at < count - start
         rmsprop_bfloat16_centered_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-            0, live, 0, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-            step_key, stream_key, True,
+            live, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+            stream_key, True,
         )
 
 
@@ -1887,7 +2022,7 @@ def rmsprop_float16_centered_tile(
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
     grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = (grad_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -1901,7 +2036,7 @@ def rmsprop_float16_centered_tile(
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
@@ -1955,7 +2090,7 @@ def rmsprop_float16_centered_tile(
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(grad_avg_ptr, at, (grad_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
@@ -2012,8 +2147,19 @@ def rmsprop_float16_centered(
         grad_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_float16_centered_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
+                    at, at_block, before + start + odd * TILE + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_float16_centered_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
@@ -2035,8 +2181,8 @@ def rmsprop_float16_centered(
 
 @triton.jit
 def rmsprop_float16_centered_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, grad_avg_ptr, at, at_block, live, live_block, index, alpha,
-    eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, grad_avg_ptr, at, live, index, alpha, eps, weight_decay,
+    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2061,7 +2207,7 @@ def rmsprop_float16_centered_small_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
@@ -2108,7 +2254,6 @@ def rmsprop_float16_centered_small(
     square_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     grad_avg_ptr = pointer(row + 4, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -2119,11 +2264,21 @@ def rmsprop_float16_centered_small(
     grad_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float16_centered_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float16_centered_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-            0, at, 0, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+            at, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
             stream_key, False,
         )
     tile = count // TILE
@@ -2132,8 +2287,8 @@ def rmsprop_float16_centered_small(
         live = at < count - start
         rmsprop_float16_centered_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-            0, live, 0, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-            step_key, stream_key, True,
+            live, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+            stream_key, True,
         )
 
 
@@ -2146,7 +2301,7 @@ def rmsprop_float32_centered_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
@@ -2161,14 +2316,14 @@ def rmsprop_float32_centered_has_momentum_tile(
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
     grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = (grad_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -2181,7 +2336,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
@@ -2239,7 +2394,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
@@ -2301,8 +2456,20 @@ def rmsprop_float32_centered_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_float32_centered_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_ptr + start + odd * TILE,
+                    grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_float32_centered_has_momentum_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
@@ -2324,13 +2491,12 @@ def rmsprop_float32_centered_has_momentum(
 
 @triton.jit
 def rmsprop_float32_centered_has_momentum_small_tile(
-    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index,
-    alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, live, alpha, eps, weight_decay,
+    momentum, grad_scale, one_minus_alpha, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -2342,7 +2508,7 @@ def rmsprop_float32_centered_has_momentum_small_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
@@ -2370,8 +2536,6 @@ def rmsprop_float32_centered_has_momentum_small(
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -2380,12 +2544,20 @@ def rmsprop_float32_centered_has_momentum_small(
     grad_avg_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float32_centered_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                grad_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float32_centered_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, 0, at, 0, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, False,
+            at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -2393,8 +2565,7 @@ def rmsprop_float32_centered_has_momentum_small(
         live = at < count - start
         rmsprop_float32_centered_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, 0, live, 0, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, True,
+            at, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
 
 
@@ -2408,11 +2579,9 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -2426,16 +2595,17 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
     grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = (grad_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -2446,7 +2616,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
@@ -2504,10 +2674,10 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
@@ -2571,8 +2741,20 @@ def rmsprop_bfloat16_centered_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_bfloat16_centered_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, alpha, eps, weight_decay, momentum,
+                    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_bfloat16_centered_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
@@ -2596,19 +2778,18 @@ def rmsprop_bfloat16_centered_has_momentum(
 
 @triton.jit
 def rmsprop_bfloat16_centered_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, at_block, live,
-    live_block, index, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, live, index, alpha,
+    eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
@@ -2618,7 +2799,7 @@ def rmsprop_bfloat16_centered_has_momentum_small_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
@@ -2632,7 +2813,7 @@ def rmsprop_bfloat16_centered_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
@@ -2658,7 +2839,6 @@ def rmsprop_bfloat16_centered_has_momentum_small(
     grad_avg_ptr = pointer(row + 4, tl.float32, ALIGNED)              # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -2670,12 +2850,22 @@ def rmsprop_bfloat16_centered_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_bfloat16_centered_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_bfloat16_centered_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-            momentum_buffer_ptr + start, at, 0, at, 0, before + start + at, alpha, eps, weight_decay, momentum,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            momentum_buffer_ptr + start, at, at, before + start + at, alpha, eps, weight_decay, momentum, grad_scale,
+            one_minus_alpha, minus_lr, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -2683,7 +2873,7 @@ def rmsprop_bfloat16_centered_has_momentum_small(
         live = at < count - start
         rmsprop_bfloat16_centered_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-            momentum_buffer_ptr + start, at, 0, live, 0, before + start + at, alpha, eps, weight_decay, momentum,
+            momentum_buffer_ptr + start, at, live, before + start + at, alpha, eps, weight_decay, momentum,
             grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
         )
 
@@ -2721,14 +2911,14 @@ def rmsprop_float16_centered_has_momentum_tile(
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
     grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = (grad_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -2742,7 +2932,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
@@ -2814,7 +3004,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, square_avg_code.to(tl.uint8), live, MASKED)
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
@@ -2878,8 +3068,20 @@ def rmsprop_float16_centered_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rmsprop_float16_centered_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, alpha, eps, weight_decay, momentum,
+                    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rmsprop_float16_centered_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
@@ -2903,9 +3105,9 @@ def rmsprop_float16_centered_has_momentum(
 
 @triton.jit
 def rmsprop_float16_centered_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, at_block, live,
-    live_block, index, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, grad_avg_ptr, momentum_buffer_ptr, at, live, index, alpha,
+    eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2931,7 +3133,7 @@ def rmsprop_float16_centered_has_momentum_small_tile(
     square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(-grad_avg, grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
@@ -2982,7 +3184,6 @@ def rmsprop_float16_centered_has_momentum_small(
     grad_avg_ptr = pointer(row + 4, tl.float32, ALIGNED)              # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -2994,12 +3195,22 @@ def rmsprop_float16_centered_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rmsprop_float16_centered_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rmsprop_float16_centered_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-            momentum_buffer_ptr + start, at, 0, at, 0, before + start + at, alpha, eps, weight_decay, momentum,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+            momentum_buffer_ptr + start, at, at, before + start + at, alpha, eps, weight_decay, momentum, grad_scale,
+            one_minus_alpha, minus_lr, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
@@ -3007,7 +3218,7 @@ def rmsprop_float16_centered_has_momentum_small(
         live = at < count - start
         rmsprop_float16_centered_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-            momentum_buffer_ptr + start, at, 0, live, 0, before + start + at, alpha, eps, weight_decay, momentum,
+            momentum_buffer_ptr + start, at, live, before + start + at, alpha, eps, weight_decay, momentum,
             grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
         )
 

@@ -19,32 +19,31 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, sign
+from optgen.runtime.triton_prelude import get, minus, pointer, put, sign, widened
 
 
 @triton.jit
 def rprop_float32_tile(
-    p_ptr, g_ptr, prev_ptr, step_size_ptr, at, at_block, live, live_block, index, etaminus, etaplus,
-    step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, prev_ptr, step_size_ptr, at, live, etaminus, etaplus, step_size_min, step_size_max,
+    grad_scale, where_lt_one_t_zero_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
     prev = get(prev_ptr, at, live, MASKED)
     step_size = get(step_size_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
-    agreement = grad_scale * (g * prev)        # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    agreement = grad_scale * (g * prev)          # 22  agreement = g * prev
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g_2)            # 27  prev = where(agreement < 0, 0.0, g)
-    p = tl.fma(-sign(prev), step_size, p)      # 28  p = p - sign(prev) * step_size
+    prev = tl.where(g_lt, 0.0, g_2)              # 27  prev = where(agreement < 0, 0.0, g)
+    p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(prev_ptr, at, prev, live, MASKED)
@@ -67,8 +66,6 @@ def rprop_float32(
     prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
     step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -76,47 +73,55 @@ def rprop_float32(
     prev_ptr += origin
     step_size_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rprop_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
+                step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rprop_float32_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0, at, 0, at, etaminus,
-            etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rprop_float32_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0, live, 0, at, etaminus,
-            etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, live, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
         )
 
 
 @triton.jit
 def rprop_bfloat16_tile(
-    p_ptr, g_ptr, prev_ptr, step_size_ptr, at, at_block, live, live_block, index, etaminus, etaplus,
-    step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, prev_ptr, step_size_ptr, at, live, etaminus, etaplus, step_size_min, step_size_max,
+    grad_scale, where_lt_one_t_zero_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     g = grad_scale * g_cast
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     prev = get(prev_ptr, at, live, MASKED)
     step_size = get(step_size_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
-    agreement = grad_scale * (g_cast * prev)   # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g)              # 27  prev = where(agreement < 0, 0.0, g)
-    p = tl.fma(-sign(prev), step_size, p)      # 28  p = p - sign(prev) * step_size
+    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -141,8 +146,6 @@ def rprop_bfloat16(
     prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
     step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -150,27 +153,35 @@ def rprop_bfloat16(
     prev_ptr += origin
     step_size_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rprop_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
+                step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0, at, 0, at, etaminus,
-            etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0, live, 0, at, etaminus,
-            etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, live, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
         )
 
 
 @triton.jit
 def rprop_float16_tile(
-    p_ptr, g_ptr, prev_ptr, step_size_ptr, at, at_block, live, live_block, index, etaminus, etaplus,
-    step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, prev_ptr, step_size_ptr, at, live, etaminus, etaplus, step_size_min, step_size_max,
+    grad_scale, where_lt_one_t_zero_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -182,15 +193,15 @@ def rprop_float16_tile(
     prev = get(prev_ptr, at, live, MASKED)
     step_size = get(step_size_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
-    agreement = grad_scale * (g_cast * prev)   # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g)              # 27  prev = where(agreement < 0, 0.0, g)
-    p = tl.fma(-sign(prev), step_size, p)      # 28  p = p - sign(prev) * step_size
+    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(prev_ptr, at, prev, live, MASKED)
@@ -213,8 +224,6 @@ def rprop_float16(
     prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
     step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -222,19 +231,28 @@ def rprop_float16(
     prev_ptr += origin
     step_size_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rprop_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
+                step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rprop_float16_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0, at, 0, at, etaminus,
-            etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rprop_float16_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0, live, 0, at, etaminus,
-            etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, live, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
         )
 
 

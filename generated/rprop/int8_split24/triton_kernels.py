@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl, sign
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, sign, widened
 
 
 @triton.jit
@@ -30,14 +30,14 @@ def rprop_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
     prev_scale = get(prev_scale_ptr, at_block, live_block, MASKED)
     prev_scale_bits = prev_scale.to(tl.int32) << 15
     prev_scale_bits = prev_scale_bits & 2147483647
     prev_scale = tl.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).to(tl.float32, bitcast=True)
     prev_code = get(prev_ptr, at, live, MASKED)
-    prev_code = (prev_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    prev_code = counter(prev_code) - 8388736.0
     prev_bend = tl.abs(prev_code)
     step_size_range = get(step_size_range_ptr, at_block, live_block, MASKED)
     step_size_header = step_size_range.to(tl.int32)
@@ -60,7 +60,7 @@ def rprop_float32_tile(
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     prev = tl.where(prev_scale_lt, 0.0, g_2)                                 # 27  prev = where(agreement < 0, 0.0, g)
-    p = tl.fma(-sign(prev), step_size, p)                                    # 28  p = p - sign(prev) * step_size
+    p = tl.fma(minus(sign(prev)), step_size, p)                              # 28  p = p - sign(prev) * step_size
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -89,13 +89,12 @@ def rprop_float32_tile(
     step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_scale_add[:, None]
     prev_scale_sub = 1601175552 - step_size_base
     step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], prev_scale_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
-    step_size_code = (step_size_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     step_size_header = step_size_first + -128 << 8 | step_size_cells
     prev_scale_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     put(p_ptr, at, p, live, MASKED)
     put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
-    put(step_size_ptr, at, step_size_code.to(tl.uint8), live, MASKED)
+    put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
@@ -149,8 +148,19 @@ def rprop_float32(
         step_size_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rprop_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
+                    prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, step_size_ptr + start + odd * TILE,
+                    step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rprop_float32_tile(
                 p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS, step_size_ptr + start,
                 step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, etaminus, etaplus,
@@ -170,27 +180,26 @@ def rprop_float32(
 
 @triton.jit
 def rprop_float32_small_tile(
-    p_ptr, g_ptr, prev_ptr, step_size_ptr, at, at_block, live, live_block, index, etaminus, etaplus,
-    step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, prev_ptr, step_size_ptr, at, live, etaminus, etaplus, step_size_min, step_size_max,
+    grad_scale, where_lt_one_t_zero_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
     prev = get(prev_ptr, at, live, MASKED)
     step_size = get(step_size_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
-    agreement = grad_scale * (g * prev)        # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    agreement = grad_scale * (g * prev)          # 22  agreement = g * prev
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g_2)            # 27  prev = where(agreement < 0, 0.0, g)
-    p = tl.fma(-sign(prev), step_size, p)      # 28  p = p - sign(prev) * step_size
+    prev = tl.where(g_lt, 0.0, g_2)              # 27  prev = where(agreement < 0, 0.0, g)
+    p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(prev_ptr, at, prev, live, MASKED)
@@ -213,8 +222,6 @@ def rprop_float32_small(
     prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
     step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -222,19 +229,28 @@ def rprop_float32_small(
     prev_ptr += origin
     step_size_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rprop_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
+                step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rprop_float32_small_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0, at, 0, at, etaminus,
-            etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rprop_float32_small_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0, live, 0, at, etaminus,
-            etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, live, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
         )
 
 
@@ -247,18 +263,16 @@ def rprop_bfloat16_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     g = grad_scale * g_cast
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     prev_scale = get(prev_scale_ptr, at_block, live_block, MASKED)
     prev_scale_bits = prev_scale.to(tl.int32) << 15
     prev_scale_bits = prev_scale_bits & 2147483647
     prev_scale = tl.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).to(tl.float32, bitcast=True)
     prev_code = get(prev_ptr, at, live, MASKED)
-    prev_code = (prev_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    prev_code = counter(prev_code) - 8388736.0
     prev_bend = tl.abs(prev_code)
     step_size_range = get(step_size_range_ptr, at_block, live_block, MASKED)
     step_size_header = step_size_range.to(tl.int32)
@@ -268,7 +282,8 @@ def rprop_bfloat16_tile(
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = get(step_size_ptr, at, live, MASKED)
     step_size_value = (step_size_middle[:, None] + step_size_code.to(tl.int32) * step_size_step[:, None]).to(tl.float32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/rprop.py)
     prev_scale_mul = grad_scale * prev_scale
     # 22  agreement = g * prev
@@ -281,7 +296,7 @@ def rprop_bfloat16_tile(
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     prev = tl.where(prev_scale_lt, 0.0, g)                                   # 27  prev = where(agreement < 0, 0.0, g)
-    p = tl.fma(-sign(prev), step_size, p)                                    # 28  p = p - sign(prev) * step_size
+    p = tl.fma(minus(sign(prev)), step_size, p)                              # 28  p = p - sign(prev) * step_size
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -310,16 +325,15 @@ def rprop_bfloat16_tile(
     step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_scale_add[:, None]
     prev_scale_sub = 1601175552 - step_size_base
     step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], prev_scale_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
-    step_size_code = (step_size_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     step_size_header = step_size_first + -128 << 8 | step_size_cells
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     prev_scale_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
-    put(step_size_ptr, at, step_size_code.to(tl.uint8), live, MASKED)
+    put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
@@ -375,8 +389,19 @@ def rprop_bfloat16(
         step_size_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rprop_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    prev_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    step_size_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, etaminus, etaplus, step_size_min,
+                    step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
                 step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
@@ -398,32 +423,30 @@ def rprop_bfloat16(
 
 @triton.jit
 def rprop_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, prev_ptr, step_size_ptr, at, at_block, live, live_block, index, etaminus,
-    etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, prev_ptr, step_size_ptr, at, live, index, etaminus, etaplus, step_size_min,
+    step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     g = grad_scale * g_cast
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     prev = get(prev_ptr, at, live, MASKED)
     step_size = get(step_size_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
-    agreement = grad_scale * (g_cast * prev)   # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g)              # 27  prev = where(agreement < 0, 0.0, g)
-    p = tl.fma(-sign(prev), step_size, p)      # 28  p = p - sign(prev) * step_size
+    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -434,7 +457,7 @@ def rprop_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(prev_ptr, at, prev, live, MASKED)
@@ -458,7 +481,6 @@ def rprop_bfloat16_small(
     prev_ptr = pointer(row + 3, tl.float32, ALIGNED)                  # float32 [n]  read and written
     step_size_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -469,21 +491,31 @@ def rprop_bfloat16_small(
     step_size_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rprop_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                prev_ptr + start + odd * TILE, step_size_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rprop_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0, at,
-            0, before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-            where_lt_one_t_zero_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, at,
+            before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
+            step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rprop_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0,
-            live, 0, before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-            where_lt_one_t_zero_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, live,
+            before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
+            step_key, stream_key, True,
         )
 
 
@@ -512,7 +544,7 @@ def rprop_float16_tile(
     prev_scale_bits = prev_scale_bits & 2147483647
     prev_scale = tl.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).to(tl.float32, bitcast=True)
     prev_code = get(prev_ptr, at, live, MASKED)
-    prev_code = (prev_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    prev_code = counter(prev_code) - 8388736.0
     prev_bend = tl.abs(prev_code)
     step_size_range = get(step_size_range_ptr, at_block, live_block, MASKED)
     step_size_header = step_size_range.to(tl.int32)
@@ -536,7 +568,7 @@ def rprop_float16_tile(
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     prev = tl.where(prev_scale_lt, 0.0, g)                                   # 27  prev = where(agreement < 0, 0.0, g)
-    p = tl.fma(-sign(prev), step_size, p)                                    # 28  p = p - sign(prev) * step_size
+    p = tl.fma(minus(sign(prev)), step_size, p)                              # 28  p = p - sign(prev) * step_size
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -565,7 +597,6 @@ def rprop_float16_tile(
     step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_scale_add[:, None]
     prev_scale_sub = 1601175552 - step_size_base
     step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], prev_scale_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
-    step_size_code = (step_size_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     step_size_header = step_size_first + -128 << 8 | step_size_cells
     prev_scale_bitcast = p.to(tl.int32, bitcast=True)
     p_magnitude = prev_scale_bitcast & 2147483647
@@ -585,7 +616,7 @@ def rprop_float16_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
     put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
-    put(step_size_ptr, at, step_size_code.to(tl.uint8), live, MASKED)
+    put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
@@ -641,8 +672,19 @@ def rprop_float16(
         step_size_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                rprop_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    prev_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    step_size_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, etaminus, etaplus, step_size_min,
+                    step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             rprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
                 step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
@@ -664,9 +706,8 @@ def rprop_float16(
 
 @triton.jit
 def rprop_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, prev_ptr, step_size_ptr, at, at_block, live, live_block, index, etaminus,
-    etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, prev_ptr, step_size_ptr, at, live, index, etaminus, etaplus, step_size_min,
+    step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -687,15 +728,15 @@ def rprop_float16_small_tile(
     prev = get(prev_ptr, at, live, MASKED)
     step_size = get(step_size_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
-    agreement = grad_scale * (g_cast * prev)   # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g)              # 27  prev = where(agreement < 0, 0.0, g)
-    p = tl.fma(-sign(prev), step_size, p)      # 28  p = p - sign(prev) * step_size
+    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -741,7 +782,6 @@ def rprop_float16_small(
     prev_ptr = pointer(row + 3, tl.float32, ALIGNED)                  # float32 [n]  read and written
     step_size_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -752,21 +792,31 @@ def rprop_float16_small(
     step_size_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            rprop_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                prev_ptr + start + odd * TILE, step_size_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         rprop_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0, at,
-            0, before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-            where_lt_one_t_zero_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, at,
+            before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
+            step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         rprop_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, 0,
-            live, 0, before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-            where_lt_one_t_zero_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, live,
+            before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
+            step_key, stream_key, True,
         )
 
 

@@ -25,7 +25,7 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     lr_times_grad_scale = lr * grad_scale
     lr_times_weight_decay = lr * weight_decay
-    return (weight_decay, grad_scale, lr_times_grad_scale, lr_times_weight_decay)
+    return (lr_times_grad_scale, lr_times_weight_decay)
 
 
 def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -41,7 +41,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     scalar_1 = (1 - dampening if 1 < step else 1) * weight_decay
     where_lt_one_t_momentum_zero = momentum if 1 < step else 0
     minus_lr = -lr
-    return (weight_decay, grad_scale, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr)
+    return (scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr)
 
 
 def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -80,7 +80,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'weight_decay', 'grad_scale'),
         host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'lr_times_grad_scale', 'lr_times_weight_decay'),
+        kernel_scalars=('lr_times_grad_scale', 'lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -99,7 +99,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'weight_decay', 'grad_scale'),
         host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'lr_times_grad_scale', 'lr_times_weight_decay'),
+        kernel_scalars=('lr_times_grad_scale', 'lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -118,7 +118,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'weight_decay', 'grad_scale'),
         host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'lr_times_grad_scale', 'lr_times_weight_decay'),
+        kernel_scalars=('lr_times_grad_scale', 'lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -138,7 +138,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1', 'where_lt_one_t_momentum_zero', 'minus_lr'),
+        kernel_scalars=('scalar_0', 'scalar_1', 'where_lt_one_t_momentum_zero', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -158,7 +158,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1', 'where_lt_one_t_momentum_zero', 'minus_lr'),
+        kernel_scalars=('scalar_0', 'scalar_1', 'where_lt_one_t_momentum_zero', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -178,7 +178,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1', 'where_lt_one_t_momentum_zero', 'minus_lr'),
+        kernel_scalars=('scalar_0', 'scalar_1', 'where_lt_one_t_momentum_zero', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -197,7 +197,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'weight_decay', 'grad_scale'),
         host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'lr_times_grad_scale', 'lr_times_weight_decay'),
+        kernel_scalars=('lr_times_grad_scale', 'lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -216,7 +216,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'weight_decay', 'grad_scale'),
         host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'lr_times_grad_scale', 'lr_times_weight_decay'),
+        kernel_scalars=('lr_times_grad_scale', 'lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -235,7 +235,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'weight_decay', 'grad_scale'),
         host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'lr_times_grad_scale', 'lr_times_weight_decay'),
+        kernel_scalars=('lr_times_grad_scale', 'lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,

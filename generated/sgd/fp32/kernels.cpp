@@ -26,8 +26,8 @@ struct sgd_float32 {
         float *__restrict p_at = (float *)at[0];  // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_weight_decay(scalars[3]);
+        const F lr_times_grad_scale(scalars[0]);
+        const F lr_times_weight_decay(scalars[1]);
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
@@ -51,8 +51,8 @@ struct sgd_bfloat16 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];  // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_weight_decay(scalars[3]);
+        const F lr_times_grad_scale(scalars[0]);
+        const F lr_times_weight_decay(scalars[1]);
 
         // -- elements: decode, update, encode  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
@@ -79,8 +79,8 @@ struct sgd_float16 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];  // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_weight_decay(scalars[3]);
+        const F lr_times_grad_scale(scalars[0]);
+        const F lr_times_weight_decay(scalars[1]);
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
@@ -106,10 +106,10 @@ struct sgd_float32_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F scalar_0(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F where_lt_one_t_momentum_zero(scalars[4]);
-        const F minus_lr(scalars[5]);
+        const F scalar_0(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F where_lt_one_t_momentum_zero(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
@@ -137,10 +137,10 @@ struct sgd_bfloat16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F scalar_0(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F where_lt_one_t_momentum_zero(scalars[4]);
-        const F minus_lr(scalars[5]);
+        const F scalar_0(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F where_lt_one_t_momentum_zero(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update, encode  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
@@ -171,10 +171,10 @@ struct sgd_float16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F scalar_0(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F where_lt_one_t_momentum_zero(scalars[4]);
-        const F minus_lr(scalars[5]);
+        const F scalar_0(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F where_lt_one_t_momentum_zero(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {

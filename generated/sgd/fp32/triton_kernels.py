@@ -15,18 +15,17 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put
+from optgen.runtime.triton_prelude import get, pointer, put, widened
 
 
 @triton.jit
 def sgd_float32_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale, lr_times_grad_scale,
-    lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, lr_times_grad_scale, lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/sgd.py)
     p = p - tl.fma(lr_times_weight_decay, p, lr_times_grad_scale * g)  # 25  p = p - lr * update
     # -- encode and store
@@ -35,9 +34,9 @@ def sgd_float32_tile(
 
 @triton.jit
 def sgd_float32(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, lr_times_grad_scale: tl.float32,
-    lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -46,42 +45,41 @@ def sgd_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
-        sgd_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale, lr_times_grad_scale,
-            lr_times_weight_decay, step_key, stream_key, False,
-        )
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
+                lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        sgd_float32_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
-        sgd_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale, lr_times_grad_scale,
-            lr_times_weight_decay, step_key, stream_key, True,
-        )
+        sgd_float32_tile(p_ptr + start, g_ptr + start, at, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
 def sgd_bfloat16_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale, lr_times_grad_scale,
-    lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, lr_times_grad_scale, lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     # 25  p = p - lr * update
-    p = p - tl.fma(lr_times_weight_decay, p, lr_times_grad_scale * g_stored.to(tl.float32))
+    p = p - tl.fma(lr_times_weight_decay, p, lr_times_grad_scale * widened(g_stored))
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -90,9 +88,9 @@ def sgd_bfloat16_tile(
 
 @triton.jit
 def sgd_bfloat16(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, lr_times_grad_scale: tl.float32,
-    lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -101,33 +99,32 @@ def sgd_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
-        sgd_bfloat16_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale, lr_times_grad_scale,
-            lr_times_weight_decay, step_key, stream_key, False,
-        )
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
+                lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        sgd_bfloat16_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
-        sgd_bfloat16_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale, lr_times_grad_scale,
-            lr_times_weight_decay, step_key, stream_key, True,
-        )
+        sgd_bfloat16_tile(p_ptr + start, g_ptr + start, at, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
 def sgd_float16_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale, lr_times_grad_scale,
-    lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, lr_times_grad_scale, lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -143,9 +140,9 @@ def sgd_float16_tile(
 
 @triton.jit
 def sgd_float16(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, lr_times_grad_scale: tl.float32,
-    lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -154,39 +151,39 @@ def sgd_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
-        sgd_float16_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale, lr_times_grad_scale,
-            lr_times_weight_decay, step_key, stream_key, False,
-        )
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
+                lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        sgd_float16_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
-        sgd_float16_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale, lr_times_grad_scale,
-            lr_times_weight_decay, step_key, stream_key, True,
-        )
+        sgd_float16_tile(p_ptr + start, g_ptr + start, at, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
 def sgd_float32_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/sgd.py)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * g))
@@ -198,10 +195,9 @@ def sgd_float32_has_momentum_tile(
 
 @triton.jit
 def sgd_float32_has_momentum(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -211,44 +207,50 @@ def sgd_float32_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float32_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale,
-            scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale,
-            scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, True,
         )
 
 
 @triton.jit
 def sgd_bfloat16_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * g_stored.to(tl.float32)))
+    momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * widened(g_stored)))
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -259,10 +261,9 @@ def sgd_bfloat16_has_momentum_tile(
 
 @triton.jit
 def sgd_bfloat16_has_momentum(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -272,34 +273,40 @@ def sgd_bfloat16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_bfloat16_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale,
-            scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale,
-            scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, True,
         )
 
 
 @triton.jit
 def sgd_float16_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -318,10 +325,9 @@ def sgd_float16_has_momentum_tile(
 
 @triton.jit
 def sgd_float16_has_momentum(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -331,40 +337,45 @@ def sgd_float16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float16_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale,
-            scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale,
-            scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, True,
         )
 
 
 @triton.jit
 def sgd_float32_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
@@ -396,45 +407,51 @@ def sgd_float32_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float32_nesterov_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_float32_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_float32_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
 
 
 @triton.jit
 def sgd_bfloat16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)   # 20  g = l2(g, p, weight_decay)
@@ -466,37 +483,43 @@ def sgd_bfloat16_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_bfloat16_nesterov_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_bfloat16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_bfloat16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
 
 
 @triton.jit
 def sgd_float16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -534,29 +557,36 @@ def sgd_float16_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float16_nesterov_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_float16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_float16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
 
 

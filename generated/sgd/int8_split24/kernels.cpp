@@ -26,8 +26,8 @@ struct sgd_float32 {
         float *__restrict p_at = (float *)at[0];  // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_weight_decay(scalars[3]);
+        const F lr_times_grad_scale(scalars[0]);
+        const F lr_times_weight_decay(scalars[1]);
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
@@ -52,8 +52,8 @@ struct sgd_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_weight_decay(scalars[3]);
+        const F lr_times_grad_scale(scalars[0]);
+        const F lr_times_weight_decay(scalars[1]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -104,8 +104,8 @@ struct sgd_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_weight_decay(scalars[3]);
+        const F lr_times_grad_scale(scalars[0]);
+        const F lr_times_weight_decay(scalars[1]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -174,10 +174,10 @@ struct sgd_float32_has_momentum {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F minus_lr(scalars[5]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F scalar_2(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
@@ -272,10 +272,10 @@ struct sgd_float32_has_momentum_small {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F scalar_0(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F where_lt_one_t_momentum_zero(scalars[4]);
-        const F minus_lr(scalars[5]);
+        const F scalar_0(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F where_lt_one_t_momentum_zero(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
@@ -305,10 +305,10 @@ struct sgd_bfloat16_has_momentum {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F minus_lr(scalars[5]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F scalar_2(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
@@ -411,10 +411,10 @@ struct sgd_bfloat16_has_momentum_small {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F scalar_0(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F where_lt_one_t_momentum_zero(scalars[4]);
-        const F minus_lr(scalars[5]);
+        const F scalar_0(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F where_lt_one_t_momentum_zero(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -470,10 +470,10 @@ struct sgd_float16_has_momentum {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F minus_lr(scalars[5]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F scalar_2(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
@@ -593,10 +593,10 @@ struct sgd_float16_has_momentum_small {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F scalar_0(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F where_lt_one_t_momentum_zero(scalars[4]);
-        const F minus_lr(scalars[5]);
+        const F scalar_0(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F where_lt_one_t_momentum_zero(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 

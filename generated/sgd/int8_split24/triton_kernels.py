@@ -15,18 +15,17 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, get, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
 def sgd_float32_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale, lr_times_grad_scale,
-    lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, lr_times_grad_scale, lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/sgd.py)
     p = p - tl.fma(lr_times_weight_decay, p, lr_times_grad_scale * g)  # 25  p = p - lr * update
     # -- encode and store
@@ -35,9 +34,9 @@ def sgd_float32_tile(
 
 @triton.jit
 def sgd_float32(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, lr_times_grad_scale: tl.float32,
-    lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -46,45 +45,44 @@ def sgd_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
-        sgd_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale, lr_times_grad_scale,
-            lr_times_weight_decay, step_key, stream_key, False,
-        )
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
+                lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        sgd_float32_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
-        sgd_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale, lr_times_grad_scale,
-            lr_times_weight_decay, step_key, stream_key, True,
-        )
+        sgd_float32_tile(p_ptr + start, g_ptr + start, at, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
 def sgd_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, at, live, index, lr_times_grad_scale, lr_times_weight_decay, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     # 25  p = p - lr * update
-    p = p - tl.fma(lr_times_weight_decay, p, lr_times_grad_scale * g_stored.to(tl.float32))
+    p = p - tl.fma(lr_times_weight_decay, p, lr_times_grad_scale * widened(g_stored))
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -95,16 +93,16 @@ def sgd_bfloat16_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
 @triton.jit
 def sgd_bfloat16(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, lr_times_grad_scale: tl.float32,
-    lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -114,7 +112,6 @@ def sgd_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
     stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -123,26 +120,35 @@ def sgd_bfloat16(
     weight_low_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_bfloat16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, at, 0, before + start + at, weight_decay,
-            grad_scale, lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + at, lr_times_grad_scale,
+            lr_times_weight_decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_bfloat16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, live, 0, before + start + at, weight_decay,
-            grad_scale, lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, live, before + start + at, lr_times_grad_scale,
+            lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def sgd_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, at, live, index, lr_times_grad_scale, lr_times_weight_decay, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -189,9 +195,9 @@ def sgd_float16_tile(
 
 @triton.jit
 def sgd_float16(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, lr_times_grad_scale: tl.float32,
-    lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -201,7 +207,6 @@ def sgd_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
     stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -210,27 +215,35 @@ def sgd_float16(
     weight_low_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_float16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, at, 0, before + start + at, weight_decay,
-            grad_scale, lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + at, lr_times_grad_scale,
+            lr_times_weight_decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_float16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, live, 0, before + start + at, weight_decay,
-            grad_scale, lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, live, before + start + at, lr_times_grad_scale,
+            lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def sgd_float32_has_momentum_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index,
-    weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
-    stream_key, MASKED: tl.constexpr,
+    where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -239,10 +252,10 @@ def sgd_float32_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/sgd.py)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -271,9 +284,9 @@ def sgd_float32_has_momentum_tile(
 
 @triton.jit
 def sgd_float32_has_momentum(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -303,8 +316,7 @@ def sgd_float32_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgd_float32_has_momentum_tile(
                 p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
-                stream_key, True,
+                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -314,12 +326,22 @@ def sgd_float32_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgd_float32_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
+                    stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgd_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -328,21 +350,21 @@ def sgd_float32_has_momentum(
             live_block = at_block * 64 < count - start
             sgd_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                scalar_1, scalar_2, minus_lr, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1, scalar_2,
+                minus_lr, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def sgd_float32_has_momentum_small_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/sgd.py)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * g))
@@ -354,10 +376,9 @@ def sgd_float32_has_momentum_small_tile(
 
 @triton.jit
 def sgd_float32_has_momentum_small(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -367,55 +388,60 @@ def sgd_float32_has_momentum_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float32_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale,
-            scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale,
-            scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, True,
         )
 
 
 @triton.jit
 def sgd_bfloat16_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
-    live_block, index, weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
-    step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(momentum_buffer_scale_mul[:, None], momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend), tl.fma(scalar_2, p, scalar_1 * g_stored.to(tl.float32)))
+    momentum_buffer = tl.fma(momentum_buffer_scale_mul[:, None], momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend), tl.fma(scalar_2, p, scalar_1 * widened(g_stored)))
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -434,7 +460,7 @@ def sgd_bfloat16_has_momentum_tile(
     momentum_buffer_scale_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_scale_abs, momentum_buffer_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
@@ -443,9 +469,9 @@ def sgd_bfloat16_has_momentum_tile(
 
 @triton.jit
 def sgd_bfloat16_has_momentum(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -476,8 +502,8 @@ def sgd_bfloat16_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgd_bfloat16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
-                step_key, stream_key, True,
+                live_block, number, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -488,12 +514,22 @@ def sgd_bfloat16_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgd_bfloat16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, where_lt_one_t_momentum_zero, scalar_1,
+                    scalar_2, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgd_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, weight_decay,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
+                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -503,29 +539,26 @@ def sgd_bfloat16_has_momentum(
             sgd_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
-                stream_key, True,
+                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def sgd_bfloat16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay,
-    grad_scale, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, scalar_0, scalar_1,
+    where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * g_stored.to(tl.float32)))
+    momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * widened(g_stored)))
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -537,7 +570,7 @@ def sgd_bfloat16_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
@@ -545,10 +578,9 @@ def sgd_bfloat16_has_momentum_small_tile(
 
 @triton.jit
 def sgd_bfloat16_has_momentum_small(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -559,7 +591,6 @@ def sgd_bfloat16_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -569,29 +600,38 @@ def sgd_bfloat16_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_bfloat16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, scalar_0, scalar_1,
+                where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_bfloat16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0,
-            before + start + at, weight_decay, grad_scale, scalar_0, scalar_1, where_lt_one_t_momentum_zero,
-            minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
+            before + start + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
+            False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_bfloat16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0,
-            before + start + at, weight_decay, grad_scale, scalar_0, scalar_1, where_lt_one_t_momentum_zero,
-            minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
+            before + start + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
+            True,
         )
 
 
 @triton.jit
 def sgd_float16_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
-    live_block, index, weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
-    step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -609,7 +649,7 @@ def sgd_float16_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -656,9 +696,9 @@ def sgd_float16_has_momentum_tile(
 
 @triton.jit
 def sgd_float16_has_momentum(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -689,8 +729,8 @@ def sgd_float16_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgd_float16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
-                step_key, stream_key, True,
+                live_block, number, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -701,12 +741,22 @@ def sgd_float16_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgd_float16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, where_lt_one_t_momentum_zero, scalar_1,
+                    scalar_2, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgd_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, weight_decay,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
+                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -716,16 +766,14 @@ def sgd_float16_has_momentum(
             sgd_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
-                stream_key, True,
+                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def sgd_float16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay,
-    grad_scale, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, scalar_0, scalar_1,
+    where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -775,10 +823,9 @@ def sgd_float16_has_momentum_small_tile(
 
 @triton.jit
 def sgd_float16_has_momentum_small(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -789,7 +836,6 @@ def sgd_float16_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -799,21 +845,30 @@ def sgd_float16_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, scalar_0, scalar_1,
+                where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_float16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0,
-            before + start + at, weight_decay, grad_scale, scalar_0, scalar_1, where_lt_one_t_momentum_zero,
-            minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
+            before + start + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
+            False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_float16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0,
-            before + start + at, weight_decay, grad_scale, scalar_0, scalar_1, where_lt_one_t_momentum_zero,
-            minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
+            before + start + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
+            True,
         )
 
 
@@ -825,14 +880,14 @@ def sgd_float32_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
@@ -910,8 +965,18 @@ def sgd_float32_nesterov_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgd_float32_nesterov_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgd_float32_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
                 at_block, at, at_block, before + start + at, momentum, weight_decay, grad_scale,
@@ -933,14 +998,13 @@ def sgd_float32_nesterov_has_momentum(
 
 @triton.jit
 def sgd_float32_nesterov_has_momentum_small_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
@@ -972,29 +1036,36 @@ def sgd_float32_nesterov_has_momentum_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float32_nesterov_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_float32_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgd_float32_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
 
 
@@ -1007,19 +1078,18 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)                 # 20  g = l2(g, p, weight_decay)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
@@ -1045,7 +1115,7 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
@@ -1100,8 +1170,19 @@ def sgd_bfloat16_nesterov_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgd_bfloat16_nesterov_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgd_bfloat16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, momentum,
@@ -1123,20 +1204,19 @@ def sgd_bfloat16_nesterov_has_momentum(
 
 @triton.jit
 def sgd_bfloat16_nesterov_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay,
-    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)   # 20  g = l2(g, p, weight_decay)
@@ -1155,7 +1235,7 @@ def sgd_bfloat16_nesterov_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
@@ -1178,7 +1258,6 @@ def sgd_bfloat16_nesterov_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1188,10 +1267,20 @@ def sgd_bfloat16_nesterov_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_bfloat16_nesterov_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, weight_decay,
+                grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_bfloat16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
             before + start + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
             where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
             step_key, stream_key, False,
@@ -1201,7 +1290,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
     if start < count:
         live = at < count - start
         sgd_bfloat16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
             before + start + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
             where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
             step_key, stream_key, True,
@@ -1232,7 +1321,7 @@ def sgd_float16_nesterov_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -1327,8 +1416,19 @@ def sgd_float16_nesterov_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgd_float16_nesterov_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgd_float16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, momentum,
@@ -1350,8 +1450,8 @@ def sgd_float16_nesterov_has_momentum(
 
 @triton.jit
 def sgd_float16_nesterov_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, weight_decay,
-    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -1422,7 +1522,6 @@ def sgd_float16_nesterov_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1432,10 +1531,20 @@ def sgd_float16_nesterov_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgd_float16_nesterov_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, weight_decay,
+                grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgd_float16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
             before + start + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
             where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
             step_key, stream_key, False,
@@ -1445,7 +1554,7 @@ def sgd_float16_nesterov_has_momentum_small(
     if start < count:
         live = at < count - start
         sgd_float16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
             before + start + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
             where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
             step_key, stream_key, True,

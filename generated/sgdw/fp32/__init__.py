@@ -26,7 +26,7 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr_times_grad_scale = -(lr * grad_scale)
-    return (grad_scale, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale)
+    return (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale)
 
 
 def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -44,12 +44,12 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     """The kernel's scalars at this step, and the new host states; fp64."""
     where_lt_one_t_momentum_zero = momentum if 1 < step else 0
     scalar_1 = (1 - dampening if 1 < step else 1) * grad_scale
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     lr_times_where_lt_one_t_momentum_zero = lr * where_lt_one_t_momentum_zero
-    scalar_4 = lr * scalar_1
+    scalar_3 = lr * scalar_1
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-        lr_times_where_lt_one_t_momentum_zero, scalar_4,
+        where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
+        one_minus_lr_times_weight_decay,
     )
 
 
@@ -91,7 +91,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -110,7 +110,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -129,7 +129,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -149,7 +149,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_4'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -169,7 +169,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_4'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -189,7 +189,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_4'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -208,7 +208,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -227,7 +227,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -246,7 +246,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,

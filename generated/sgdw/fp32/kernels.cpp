@@ -26,8 +26,8 @@ struct sgdw_float32 {
         float *__restrict p_at = (float *)at[0];  // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[0]);
+        const F minus_lr_times_grad_scale(scalars[1]);
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
@@ -51,8 +51,8 @@ struct sgdw_bfloat16 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];  // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[0]);
+        const F minus_lr_times_grad_scale(scalars[1]);
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
@@ -79,8 +79,8 @@ struct sgdw_float16 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];  // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[0]);
+        const F minus_lr_times_grad_scale(scalars[1]);
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
@@ -106,11 +106,11 @@ struct sgdw_float32_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[4]);
-        const F scalar_4(scalars[5]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
+        const F scalar_3(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
@@ -120,7 +120,7 @@ struct sgdw_float32_has_momentum {
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_4, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -139,11 +139,11 @@ struct sgdw_bfloat16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[4]);
-        const F scalar_4(scalars[5]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
+        const F scalar_3(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
@@ -155,7 +155,7 @@ struct sgdw_bfloat16_has_momentum {
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_4, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -176,11 +176,11 @@ struct sgdw_float16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[4]);
-        const F scalar_4(scalars[5]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
+        const F scalar_3(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
@@ -192,7 +192,7 @@ struct sgdw_float16_has_momentum {
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_4, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
             store(p_at + i, narrow_half(p_2));
             store(momentum_buffer_at + i, momentum_buffer_2);
         }

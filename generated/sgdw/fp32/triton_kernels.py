@@ -15,18 +15,17 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put
+from optgen.runtime.triton_prelude import get, minus, pointer, put, widened
 
 
 @triton.jit
 def sgdw_float32_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, grad_scale, one_minus_lr_times_weight_decay,
-    minus_lr_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/sgdw.py)
     p = one_minus_lr_times_weight_decay * p      # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_times_grad_scale, g, p)  # 25  p = p - lr * update
@@ -36,9 +35,9 @@ def sgdw_float32_tile(
 
 @triton.jit
 def sgdw_float32(
-    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -47,42 +46,45 @@ def sgdw_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
+                minus_lr_times_grad_scale, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, grad_scale, one_minus_lr_times_weight_decay,
-            minus_lr_times_grad_scale, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, grad_scale, one_minus_lr_times_weight_decay,
-            minus_lr_times_grad_scale, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, True,
         )
 
 
 @triton.jit
 def sgdw_bfloat16_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, grad_scale, one_minus_lr_times_weight_decay,
-    minus_lr_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    p = one_minus_lr_times_weight_decay * p                            # 24  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_times_grad_scale, g_stored.to(tl.float32), p)  # 25  p = p - lr * update
+    p = one_minus_lr_times_weight_decay * p                      # 24  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr_times_grad_scale, widened(g_stored), p)  # 25  p = p - lr * update
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -91,9 +93,9 @@ def sgdw_bfloat16_tile(
 
 @triton.jit
 def sgdw_bfloat16(
-    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -102,33 +104,36 @@ def sgdw_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
+                minus_lr_times_grad_scale, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, grad_scale, one_minus_lr_times_weight_decay,
-            minus_lr_times_grad_scale, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, grad_scale, one_minus_lr_times_weight_decay,
-            minus_lr_times_grad_scale, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, True,
         )
 
 
 @triton.jit
 def sgdw_float16_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, grad_scale, one_minus_lr_times_weight_decay,
-    minus_lr_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -144,9 +149,9 @@ def sgdw_float16_tile(
 
 @triton.jit
 def sgdw_float16(
-    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -155,45 +160,48 @@ def sgdw_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
+                minus_lr_times_grad_scale, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float16_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, grad_scale, one_minus_lr_times_weight_decay,
-            minus_lr_times_grad_scale, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_float16_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, grad_scale, one_minus_lr_times_weight_decay,
-            minus_lr_times_grad_scale, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, True,
         )
 
 
 @triton.jit
 def sgdw_float32_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-    lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1,
+    lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer_2 = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, -tl.fma(scalar_4, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
@@ -201,10 +209,10 @@ def sgdw_float32_has_momentum_tile(
 
 @triton.jit
 def sgdw_float32_has_momentum(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -214,50 +222,54 @@ def sgdw_float32_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float32_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
 def sgdw_bfloat16_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-    lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1,
+    lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, -tl.fma(scalar_4, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -267,10 +279,10 @@ def sgdw_bfloat16_has_momentum_tile(
 
 @triton.jit
 def sgdw_bfloat16_has_momentum(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -280,37 +292,41 @@ def sgdw_bfloat16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_bfloat16_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
 def sgdw_float16_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-    lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1,
+    lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -323,7 +339,7 @@ def sgdw_float16_has_momentum_tile(
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, -tl.fma(scalar_4, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
@@ -331,10 +347,10 @@ def sgdw_float16_has_momentum_tile(
 
 @triton.jit
 def sgdw_float16_has_momentum(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -344,41 +360,46 @@ def sgdw_float16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float16_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
 def sgdw_float32_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+    momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
@@ -409,46 +430,53 @@ def sgdw_float32_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float32_nesterov_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float32_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+            one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_float32_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+            one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 
 @triton.jit
 def sgdw_bfloat16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+    momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
@@ -478,37 +506,44 @@ def sgdw_bfloat16_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_bfloat16_nesterov_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_bfloat16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+            one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_bfloat16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+            one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 
 @triton.jit
 def sgdw_float16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+    momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -545,29 +580,36 @@ def sgdw_float16_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float16_nesterov_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+            one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_float16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+            one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 

@@ -26,7 +26,7 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr_times_grad_scale = -(lr * grad_scale)
-    return (grad_scale, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale)
+    return (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale)
 
 
 def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -46,19 +46,19 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     scalar_1 = (1 - dampening if 1 < step else 1) * grad_scale
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr = -lr
-    return (grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr)
+    return (where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr)
 
 
 def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     where_lt_one_t_momentum_zero = momentum if 1 < step else 0
     scalar_1 = (1 - dampening if 1 < step else 1) * grad_scale
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     lr_times_where_lt_one_t_momentum_zero = lr * where_lt_one_t_momentum_zero
-    scalar_4 = lr * scalar_1
+    scalar_3 = lr * scalar_1
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-        lr_times_where_lt_one_t_momentum_zero, scalar_4,
+        where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
+        one_minus_lr_times_weight_decay,
     )
 
 
@@ -77,12 +77,12 @@ def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     """The kernel's scalars at this step, and the new host states; fp64."""
     where_lt_one_t_momentum_zero = momentum if 1 < step else 0
     scalar_1 = (1 - dampening if 1 < step else 1) * grad_scale
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     lr_times_grad_scale = lr * grad_scale
     lr_times_momentum = lr * momentum
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-        lr_times_grad_scale, lr_times_momentum,
+        where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+        one_minus_lr_times_weight_decay,
     )
 
 
@@ -113,7 +113,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -133,7 +133,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
@@ -153,7 +153,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
@@ -174,7 +174,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
@@ -194,7 +194,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_4'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
@@ -216,7 +216,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
@@ -237,7 +237,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_4'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
@@ -259,7 +259,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
@@ -280,7 +280,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_4'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
@@ -299,7 +299,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -319,7 +319,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
@@ -339,7 +339,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
+        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
@@ -360,7 +360,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
-        kernel_scalars=('momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'lr_times_grad_scale', 'lr_times_momentum'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
@@ -402,7 +402,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
-        kernel_scalars=('momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'lr_times_grad_scale', 'lr_times_momentum'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
@@ -445,7 +445,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
-        kernel_scalars=('momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'lr_times_grad_scale', 'lr_times_momentum'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,

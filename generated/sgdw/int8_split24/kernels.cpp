@@ -26,8 +26,8 @@ struct sgdw_float32 {
         float *__restrict p_at = (float *)at[0];  // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[0]);
+        const F minus_lr_times_grad_scale(scalars[1]);
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
@@ -52,8 +52,8 @@ struct sgdw_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[0]);
+        const F minus_lr_times_grad_scale(scalars[1]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -104,8 +104,8 @@ struct sgdw_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
+        const F one_minus_lr_times_weight_decay(scalars[0]);
+        const F minus_lr_times_grad_scale(scalars[1]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -174,10 +174,10 @@ struct sgdw_float32_has_momentum {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
@@ -273,11 +273,11 @@ struct sgdw_float32_has_momentum_small {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[4]);
-        const F scalar_4(scalars[5]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
+        const F scalar_3(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
@@ -287,7 +287,7 @@ struct sgdw_float32_has_momentum_small {
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_4, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -308,10 +308,10 @@ struct sgdw_bfloat16_has_momentum {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
@@ -415,11 +415,11 @@ struct sgdw_bfloat16_has_momentum_small {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[4]);
-        const F scalar_4(scalars[5]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
+        const F scalar_3(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -450,7 +450,7 @@ struct sgdw_bfloat16_has_momentum_small {
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_4, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -477,10 +477,10 @@ struct sgdw_float16_has_momentum {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
@@ -601,11 +601,11 @@ struct sgdw_float16_has_momentum_small {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[4]);
-        const F scalar_4(scalars[5]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
+        const F scalar_3(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -642,7 +642,7 @@ struct sgdw_float16_has_momentum_small {
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_4, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -679,11 +679,11 @@ struct sgdw_float32_nesterov_has_momentum {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_1(scalars[3]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
         const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F lr_times_grad_scale(scalars[5]);
-        const F lr_times_momentum(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
@@ -818,11 +818,11 @@ struct sgdw_bfloat16_nesterov_has_momentum {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_1(scalars[3]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
         const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F lr_times_grad_scale(scalars[5]);
-        const F lr_times_momentum(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
@@ -993,11 +993,11 @@ struct sgdw_float16_nesterov_has_momentum {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_1(scalars[3]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
         const F one_minus_lr_times_weight_decay(scalars[4]);
-        const F lr_times_grad_scale(scalars[5]);
-        const F lr_times_momentum(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];

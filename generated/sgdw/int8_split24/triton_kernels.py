@@ -15,18 +15,17 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, get, pointer, put, reciprocal, rotl
+from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, minus, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
 def sgdw_float32_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, grad_scale, one_minus_lr_times_weight_decay,
-    minus_lr_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/sgdw.py)
     p = one_minus_lr_times_weight_decay * p      # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_times_grad_scale, g, p)  # 25  p = p - lr * update
@@ -36,9 +35,9 @@ def sgdw_float32_tile(
 
 @triton.jit
 def sgdw_float32(
-    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -47,45 +46,48 @@ def sgdw_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
+                minus_lr_times_grad_scale, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, grad_scale, one_minus_lr_times_weight_decay,
-            minus_lr_times_grad_scale, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, grad_scale, one_minus_lr_times_weight_decay,
-            minus_lr_times_grad_scale, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, True,
         )
 
 
 @triton.jit
 def sgdw_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, at_block, live, live_block, index, grad_scale,
-    one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, at, live, index, one_minus_lr_times_weight_decay,
+    minus_lr_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    p = one_minus_lr_times_weight_decay * p                            # 24  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_times_grad_scale, g_stored.to(tl.float32), p)  # 25  p = p - lr * update
+    p = one_minus_lr_times_weight_decay * p                      # 24  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr_times_grad_scale, widened(g_stored), p)  # 25  p = p - lr * update
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -96,16 +98,16 @@ def sgdw_bfloat16_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
 @triton.jit
 def sgdw_bfloat16(
-    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -115,7 +117,6 @@ def sgdw_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
     stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -124,10 +125,19 @@ def sgdw_bfloat16(
     weight_low_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, at, 0, before + start + at, grad_scale,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + at,
             one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
         )
     tile = count // TILE
@@ -135,15 +145,15 @@ def sgdw_bfloat16(
     if start < count:
         live = at < count - start
         sgdw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, live, 0, before + start + at, grad_scale,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, live, before + start + at,
             one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def sgdw_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, at_block, live, live_block, index, grad_scale,
-    one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, at, live, index, one_minus_lr_times_weight_decay,
+    minus_lr_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -190,9 +200,9 @@ def sgdw_float16_tile(
 
 @triton.jit
 def sgdw_float16(
-    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -202,7 +212,6 @@ def sgdw_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
     stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -211,10 +220,19 @@ def sgdw_float16(
     weight_low_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, at, 0, before + start + at, grad_scale,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + at,
             one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
         )
     tile = count // TILE
@@ -222,7 +240,7 @@ def sgdw_float16(
     if start < count:
         live = at < count - start
         sgdw_float16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, live, 0, before + start + at, grad_scale,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, live, before + start + at,
             one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
         )
 
@@ -230,8 +248,8 @@ def sgdw_float16(
 @triton.jit
 def sgdw_float32_has_momentum_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index,
-    grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key,
-    stream_key, MASKED: tl.constexpr,
+    where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -240,9 +258,9 @@ def sgdw_float32_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
@@ -273,7 +291,7 @@ def sgdw_float32_has_momentum_tile(
 
 @triton.jit
 def sgdw_float32_has_momentum(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -306,8 +324,8 @@ def sgdw_float32_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float32_has_momentum_tile(
                 p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, True,
+                where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -317,11 +335,21 @@ def sgdw_float32_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgdw_float32_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, where_lt_one_t_momentum_zero, scalar_1,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgdw_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                at_block, at, at_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         tile = count // TILE
@@ -331,27 +359,26 @@ def sgdw_float32_has_momentum(
             live_block = at_block * 64 < count - start
             sgdw_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                at_block, live, live_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def sgdw_float32_has_momentum_small_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-    lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1,
+    lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer_2 = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, -tl.fma(scalar_4, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
@@ -359,10 +386,10 @@ def sgdw_float32_has_momentum_small_tile(
 
 @triton.jit
 def sgdw_float32_has_momentum_small(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -372,57 +399,61 @@ def sgdw_float32_has_momentum_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float32_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
 def sgdw_bfloat16_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
-    live_block, index, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(scalar_1, g_stored.to(tl.float32), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(scalar_1, widened(g_stored), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     p = one_minus_lr_times_weight_decay * p   # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
@@ -442,7 +473,7 @@ def sgdw_bfloat16_has_momentum_tile(
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
@@ -451,7 +482,7 @@ def sgdw_bfloat16_has_momentum_tile(
 
 @triton.jit
 def sgdw_bfloat16_has_momentum(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -485,8 +516,8 @@ def sgdw_bfloat16_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_bfloat16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-                minus_lr, step_key, stream_key, True,
+                live_block, number, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -497,11 +528,21 @@ def sgdw_bfloat16_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgdw_bfloat16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, where_lt_one_t_momentum_zero, scalar_1,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgdw_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, grad_scale,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
                 where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -513,32 +554,31 @@ def sgdw_bfloat16_has_momentum(
             sgdw_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, True,
+                where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                True,
             )
 
 
 @triton.jit
 def sgdw_bfloat16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-    lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, where_lt_one_t_momentum_zero,
+    scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, -tl.fma(scalar_4, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -549,7 +589,7 @@ def sgdw_bfloat16_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
@@ -557,10 +597,10 @@ def sgdw_bfloat16_has_momentum_small_tile(
 
 @triton.jit
 def sgdw_bfloat16_has_momentum_small(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -571,7 +611,6 @@ def sgdw_bfloat16_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -581,29 +620,39 @@ def sgdw_bfloat16_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_bfloat16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_bfloat16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0,
-            before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
+            before + start + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero,
+            scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_bfloat16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0,
-            before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
+            before + start + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero,
+            scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def sgdw_float16_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
-    live_block, index, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -621,7 +670,7 @@ def sgdw_float16_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -669,7 +718,7 @@ def sgdw_float16_has_momentum_tile(
 
 @triton.jit
 def sgdw_float16_has_momentum(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -703,8 +752,8 @@ def sgdw_float16_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-                minus_lr, step_key, stream_key, True,
+                live_block, number, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -715,11 +764,21 @@ def sgdw_float16_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgdw_float16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, where_lt_one_t_momentum_zero, scalar_1,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgdw_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, grad_scale,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
                 where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -731,16 +790,16 @@ def sgdw_float16_has_momentum(
             sgdw_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, True,
+                where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                True,
             )
 
 
 @triton.jit
 def sgdw_float16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-    lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, where_lt_one_t_momentum_zero,
+    scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -762,7 +821,7 @@ def sgdw_float16_has_momentum_small_tile(
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, -tl.fma(scalar_4, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -792,10 +851,10 @@ def sgdw_float16_has_momentum_small_tile(
 
 @triton.jit
 def sgdw_float16_has_momentum_small(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -806,7 +865,6 @@ def sgdw_float16_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -816,29 +874,39 @@ def sgdw_float16_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0,
-            before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
+            before + start + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero,
+            scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_float16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0,
-            before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-            lr_times_where_lt_one_t_momentum_zero, scalar_4, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
+            before + start + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero,
+            scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def sgdw_float32_nesterov_has_momentum_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index,
-    momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-    lr_times_grad_scale, lr_times_momentum, step_key, stream_key, MASKED: tl.constexpr,
+    where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+    one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -847,16 +915,16 @@ def sgdw_float32_nesterov_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g, momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, -tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)))
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -880,9 +948,9 @@ def sgdw_float32_nesterov_has_momentum_tile(
 
 @triton.jit
 def sgdw_float32_nesterov_has_momentum(
-    table, work, momentum: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    scalar_1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, lr_times_grad_scale: tl.float32,
-    lr_times_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -913,8 +981,8 @@ def sgdw_float32_nesterov_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float32_nesterov_has_momentum_tile(
                 p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
-                momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-                lr_times_grad_scale, lr_times_momentum, step_key, stream_key, True,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -924,13 +992,22 @@ def sgdw_float32_nesterov_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgdw_float32_nesterov_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgdw_float32_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, momentum, grad_scale, where_lt_one_t_momentum_zero,
-                scalar_1, one_minus_lr_times_weight_decay, lr_times_grad_scale, lr_times_momentum, step_key, stream_key,
-                False,
+                at_block, at, at_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -939,21 +1016,20 @@ def sgdw_float32_nesterov_has_momentum(
             live_block = at_block * 64 < count - start
             sgdw_float32_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, momentum, grad_scale, where_lt_one_t_momentum_zero,
-                scalar_1, one_minus_lr_times_weight_decay, lr_times_grad_scale, lr_times_momentum, step_key, stream_key,
-                True,
+                at_block, live, live_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1,
+                lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def sgdw_float32_nesterov_has_momentum_small_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+    momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
@@ -984,61 +1060,66 @@ def sgdw_float32_nesterov_has_momentum_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float32_nesterov_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float32_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+            one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         sgdw_float32_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+            one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 
 @triton.jit
 def sgdw_bfloat16_nesterov_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
-    live_block, index, momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-    one_minus_lr_times_weight_decay, lr_times_grad_scale, lr_times_momentum, step_key, stream_key,
-    MASKED: tl.constexpr,
+    live_block, index, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+    one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g_cast, momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, -tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1056,7 +1137,7 @@ def sgdw_bfloat16_nesterov_has_momentum_tile(
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
@@ -1065,9 +1146,9 @@ def sgdw_bfloat16_nesterov_has_momentum_tile(
 
 @triton.jit
 def sgdw_bfloat16_nesterov_has_momentum(
-    table, work, momentum: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    scalar_1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, lr_times_grad_scale: tl.float32,
-    lr_times_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1099,8 +1180,8 @@ def sgdw_bfloat16_nesterov_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_bfloat16_nesterov_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-                one_minus_lr_times_weight_decay, lr_times_grad_scale, lr_times_momentum, step_key, stream_key, True,
+                live_block, number, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1111,13 +1192,23 @@ def sgdw_bfloat16_nesterov_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgdw_bfloat16_nesterov_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, where_lt_one_t_momentum_zero, scalar_1,
+                    lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgdw_bfloat16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, momentum,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, lr_times_grad_scale,
-                lr_times_momentum, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1126,29 +1217,28 @@ def sgdw_bfloat16_nesterov_has_momentum(
             live_block = at_block * 64 < count - start
             sgdw_bfloat16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, momentum,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, lr_times_grad_scale,
-                lr_times_momentum, step_key, stream_key, True,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def sgdw_bfloat16_nesterov_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, grad_scale,
     where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
@@ -1165,7 +1255,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
@@ -1188,7 +1278,6 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1198,10 +1287,20 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_bfloat16_nesterov_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, grad_scale,
+                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_bfloat16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
             before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
             momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
             step_key, stream_key, False,
@@ -1211,7 +1310,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
     if start < count:
         live = at < count - start
         sgdw_bfloat16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
             before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
             momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
             step_key, stream_key, True,
@@ -1221,9 +1320,8 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
 @triton.jit
 def sgdw_float16_nesterov_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
-    live_block, index, momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-    one_minus_lr_times_weight_decay, lr_times_grad_scale, lr_times_momentum, step_key, stream_key,
-    MASKED: tl.constexpr,
+    live_block, index, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+    one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1241,7 +1339,7 @@ def sgdw_float16_nesterov_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -1252,7 +1350,7 @@ def sgdw_float16_nesterov_has_momentum_tile(
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g_cast, momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, -tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1290,9 +1388,9 @@ def sgdw_float16_nesterov_has_momentum_tile(
 
 @triton.jit
 def sgdw_float16_nesterov_has_momentum(
-    table, work, momentum: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    scalar_1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, lr_times_grad_scale: tl.float32,
-    lr_times_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1324,8 +1422,8 @@ def sgdw_float16_nesterov_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float16_nesterov_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, momentum, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-                one_minus_lr_times_weight_decay, lr_times_grad_scale, lr_times_momentum, step_key, stream_key, True,
+                live_block, number, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -1336,13 +1434,23 @@ def sgdw_float16_nesterov_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                sgdw_float16_nesterov_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, where_lt_one_t_momentum_zero, scalar_1,
+                    lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             sgdw_float16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, momentum,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, lr_times_grad_scale,
-                lr_times_momentum, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -1351,15 +1459,15 @@ def sgdw_float16_nesterov_has_momentum(
             live_block = at_block * 64 < count - start
             sgdw_float16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, momentum,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, lr_times_grad_scale,
-                lr_times_momentum, step_key, stream_key, True,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def sgdw_float16_nesterov_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, grad_scale,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, grad_scale,
     where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -1430,7 +1538,6 @@ def sgdw_float16_nesterov_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -1440,10 +1547,20 @@ def sgdw_float16_nesterov_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            sgdw_float16_nesterov_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, grad_scale,
+                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         sgdw_float16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
             before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
             momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
             step_key, stream_key, False,
@@ -1453,7 +1570,7 @@ def sgdw_float16_nesterov_has_momentum_small(
     if start < count:
         live = at < count - start
         sgdw_float16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
             before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
             momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
             step_key, stream_key, True,

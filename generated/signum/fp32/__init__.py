@@ -41,7 +41,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay):
     one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr = -lr
-    return (momentum, grad_scale, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr)
+    return (momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr)
 
 
 VARIANTS = (
@@ -115,7 +115,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'grad_scale', 'one_minus_momentum_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('momentum', 'one_minus_momentum_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -135,7 +135,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'grad_scale', 'one_minus_momentum_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('momentum', 'one_minus_momentum_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -155,7 +155,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'grad_scale', 'one_minus_momentum_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('momentum', 'one_minus_momentum_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,

@@ -113,9 +113,9 @@ struct signum_float32_has_momentum {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
         const F momentum(scalars[0]);
-        const F one_minus_momentum_times_grad_scale(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_momentum_times_grad_scale(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/signum.py)
         for (int i = 0; i < count; i += W) {
@@ -145,9 +145,9 @@ struct signum_bfloat16_has_momentum {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
         const F momentum(scalars[0]);
-        const F one_minus_momentum_times_grad_scale(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_momentum_times_grad_scale(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update, encode  (specs/signum.py)
         for (int i = 0; i < count; i += W) {
@@ -180,9 +180,9 @@ struct signum_float16_has_momentum {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
         const F momentum(scalars[0]);
-        const F one_minus_momentum_times_grad_scale(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_momentum_times_grad_scale(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/signum.py)
         for (int i = 0; i < count; i += W) {

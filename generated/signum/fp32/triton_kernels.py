@@ -15,17 +15,16 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, sign
+from optgen.runtime.triton_prelude import get, pointer, put, sign, widened
 
 
 @triton.jit
 def signum_float32_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, grad_scale, one_minus_lr_times_weight_decay,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/signum.py)
@@ -48,40 +47,43 @@ def signum_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, at, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         signum_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, at, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 
 @triton.jit
 def signum_bfloat16_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, grad_scale, one_minus_lr_times_weight_decay,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/signum.py)
     p = one_minus_lr_times_weight_decay * p  # 22  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(g), p)         # 23  p = p - lr * sign(update)
@@ -104,33 +106,36 @@ def signum_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_bfloat16_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, at, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         signum_bfloat16_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, at, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 
 @triton.jit
 def signum_float16_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, grad_scale, one_minus_lr_times_weight_decay,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -158,38 +163,41 @@ def signum_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_float16_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, at, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         signum_float16_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, at, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 
 @triton.jit
 def signum_float32_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, momentum, grad_scale,
-    one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_momentum_times_grad_scale,
+    one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/signum.py)
@@ -204,10 +212,10 @@ def signum_float32_has_momentum_tile(
 
 @triton.jit
 def signum_float32_has_momentum(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -217,47 +225,50 @@ def signum_float32_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_float32_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, momentum, grad_scale,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-            False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         signum_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, momentum, grad_scale,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-            True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 
 @triton.jit
 def signum_bfloat16_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, momentum, grad_scale,
-    one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_momentum_times_grad_scale,
+    one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/signum.py)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_stored.to(tl.float32), momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, widened(g_stored), momentum * momentum_buffer)
     p = one_minus_lr_times_weight_decay * p         # 22  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(momentum_buffer), p)  # 23  p = p - lr * sign(update)
     # -- encode and store
@@ -269,10 +280,10 @@ def signum_bfloat16_has_momentum_tile(
 
 @triton.jit
 def signum_bfloat16_has_momentum(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -282,37 +293,40 @@ def signum_bfloat16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_bfloat16_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, momentum, grad_scale,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-            False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         signum_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, momentum, grad_scale,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-            True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 
 @triton.jit
 def signum_float16_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, momentum, grad_scale,
-    one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_momentum_times_grad_scale,
+    one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -332,10 +346,10 @@ def signum_float16_has_momentum_tile(
 
 @triton.jit
 def signum_float16_has_momentum(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -345,29 +359,33 @@ def signum_float16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_float16_has_momentum_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, momentum, grad_scale,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-            False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         signum_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, momentum, grad_scale,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-            True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 

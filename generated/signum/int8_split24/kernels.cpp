@@ -181,9 +181,9 @@ struct signum_float32_has_momentum {
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
-        const F one_minus_momentum_times_grad_scale(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_momentum_times_grad_scale(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
@@ -280,9 +280,9 @@ struct signum_float32_has_momentum_small {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
         const F momentum(scalars[0]);
-        const F one_minus_momentum_times_grad_scale(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_momentum_times_grad_scale(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/signum.py)
         for (int i = 0; i < count; i += W) {
@@ -314,9 +314,9 @@ struct signum_bfloat16_has_momentum {
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
-        const F one_minus_momentum_times_grad_scale(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_momentum_times_grad_scale(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
@@ -421,9 +421,9 @@ struct signum_bfloat16_has_momentum_small {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
         const F momentum(scalars[0]);
-        const F one_minus_momentum_times_grad_scale(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_momentum_times_grad_scale(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -481,9 +481,9 @@ struct signum_float16_has_momentum {
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
-        const F one_minus_momentum_times_grad_scale(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_momentum_times_grad_scale(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
@@ -605,9 +605,9 @@ struct signum_float16_has_momentum_small {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
         const F momentum(scalars[0]);
-        const F one_minus_momentum_times_grad_scale(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_momentum_times_grad_scale(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 

@@ -15,17 +15,16 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, get, pointer, put, reciprocal, rotl, sign
+from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, pointer, put, reciprocal, rotl, sign, widened
 
 
 @triton.jit
 def signum_float32_tile(
-    p_ptr, g_ptr, at, at_block, live, live_block, index, grad_scale, one_minus_lr_times_weight_decay,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/signum.py)
@@ -48,43 +47,46 @@ def signum_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    stream_key = tl.load(row + 4).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, at, 0, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, at, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         signum_float32_tile(
-            p_ptr + start, g_ptr + start, at, 0, live, 0, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, at, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 
 @triton.jit
 def signum_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, at_block, live, live_block, index, grad_scale,
-    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, at, live, index, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    g = grad_scale * widened(g_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/signum.py)
     p = one_minus_lr_times_weight_decay * p  # 22  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(g), p)         # 23  p = p - lr * sign(update)
@@ -98,7 +100,7 @@ def signum_bfloat16_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
 
@@ -117,7 +119,6 @@ def signum_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
     stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -126,10 +127,19 @@ def signum_bfloat16(
     weight_low_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_bfloat16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, at, 0, before + start + at, grad_scale,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + at, grad_scale,
             one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
         )
     tile = count // TILE
@@ -137,15 +147,15 @@ def signum_bfloat16(
     if start < count:
         live = at < count - start
         signum_bfloat16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, live, 0, before + start + at, grad_scale,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, live, before + start + at, grad_scale,
             one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def signum_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, at_block, live, live_block, index, grad_scale,
-    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, at, live, index, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -205,7 +215,6 @@ def signum_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
     stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -214,10 +223,19 @@ def signum_float16(
     weight_low_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_float16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, at, 0, before + start + at, grad_scale,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + at, grad_scale,
             one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
         )
     tile = count // TILE
@@ -225,7 +243,7 @@ def signum_float16(
     if start < count:
         live = at < count - start
         signum_float16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, 0, live, 0, before + start + at, grad_scale,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, live, before + start + at, grad_scale,
             one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
         )
 
@@ -233,8 +251,8 @@ def signum_float16(
 @triton.jit
 def signum_float32_has_momentum_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index,
-    momentum, grad_scale, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-    step_key, stream_key, MASKED: tl.constexpr,
+    momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -243,9 +261,9 @@ def signum_float32_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/signum.py)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
@@ -276,10 +294,10 @@ def signum_float32_has_momentum_tile(
 
 @triton.jit
 def signum_float32_has_momentum(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -309,8 +327,8 @@ def signum_float32_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             signum_float32_has_momentum_tile(
                 p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
-                momentum, grad_scale, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-                step_key, stream_key, True,
+                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                stream_key, True,
             )
     else:
         origin = first * TILE
@@ -320,11 +338,21 @@ def signum_float32_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                signum_float32_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, momentum, one_minus_momentum_times_grad_scale,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             signum_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, momentum, grad_scale, one_minus_momentum_times_grad_scale,
+                at_block, at, at_block, before + start + at, momentum, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         tile = count // TILE
@@ -334,21 +362,19 @@ def signum_float32_has_momentum(
             live_block = at_block * 64 < count - start
             signum_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, momentum, grad_scale,
-                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-                True,
+                at_block, live, live_block, before + start + at, momentum, one_minus_momentum_times_grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def signum_float32_has_momentum_small_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, momentum, grad_scale,
-    one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_momentum_times_grad_scale,
+    one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/signum.py)
@@ -363,10 +389,10 @@ def signum_float32_has_momentum_small_tile(
 
 @triton.jit
 def signum_float32_has_momentum_small(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -376,57 +402,60 @@ def signum_float32_has_momentum_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_float32_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
+                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0, at, momentum, grad_scale,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-            False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         signum_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0, at, momentum, grad_scale,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-            True,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
 
 
 @triton.jit
 def signum_bfloat16_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
-    live_block, index, momentum, grad_scale, one_minus_momentum_times_grad_scale,
-    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay,
+    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/signum.py)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_stored.to(tl.float32), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, widened(g_stored), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     p = one_minus_lr_times_weight_decay * p         # 22  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(momentum_buffer), p)  # 23  p = p - lr * sign(update)
     # -- encode and store
@@ -446,7 +475,7 @@ def signum_bfloat16_has_momentum_tile(
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
@@ -455,10 +484,10 @@ def signum_bfloat16_has_momentum_tile(
 
 @triton.jit
 def signum_bfloat16_has_momentum(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -489,8 +518,8 @@ def signum_bfloat16_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             signum_bfloat16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, momentum, grad_scale, one_minus_momentum_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+                live_block, number, momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay,
+                minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -501,13 +530,24 @@ def signum_bfloat16_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                signum_bfloat16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, momentum,
+                    one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                    False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             signum_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, momentum,
-                grad_scale, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, False,
+                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -517,29 +557,28 @@ def signum_bfloat16_has_momentum(
             signum_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, momentum,
-                grad_scale, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, True,
+                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                True,
             )
 
 
 @triton.jit
 def signum_bfloat16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, momentum,
-    grad_scale, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, momentum,
+    one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/signum.py)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_stored.to(tl.float32), momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, widened(g_stored), momentum * momentum_buffer)
     p = one_minus_lr_times_weight_decay * p         # 22  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(momentum_buffer), p)  # 23  p = p - lr * sign(update)
     # -- encode and store
@@ -552,7 +591,7 @@ def signum_bfloat16_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
@@ -560,10 +599,10 @@ def signum_bfloat16_has_momentum_small_tile(
 
 @triton.jit
 def signum_bfloat16_has_momentum_small(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -574,7 +613,6 @@ def signum_bfloat16_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -584,29 +622,39 @@ def signum_bfloat16_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_bfloat16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, momentum,
+                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_bfloat16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0,
-            before + start + at, momentum, grad_scale, one_minus_momentum_times_grad_scale,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
+            before + start + at, momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay,
+            minus_lr, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         signum_bfloat16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0,
-            before + start + at, momentum, grad_scale, one_minus_momentum_times_grad_scale,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
+            before + start + at, momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay,
+            minus_lr, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def signum_float16_has_momentum_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
-    live_block, index, momentum, grad_scale, one_minus_momentum_times_grad_scale,
-    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay,
+    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -624,7 +672,7 @@ def signum_float16_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
-    momentum_buffer_code = (momentum_buffer_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -672,10 +720,10 @@ def signum_float16_has_momentum_tile(
 
 @triton.jit
 def signum_float16_has_momentum(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -706,8 +754,8 @@ def signum_float16_has_momentum(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             signum_float16_has_momentum_tile(
                 p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, momentum, grad_scale, one_minus_momentum_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+                live_block, number, momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay,
+                minus_lr, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -718,13 +766,24 @@ def signum_float16_has_momentum(
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                signum_float16_has_momentum_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, before + start + odd * TILE + at, momentum,
+                    one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                    False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             signum_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, momentum,
-                grad_scale, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, False,
+                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -734,16 +793,16 @@ def signum_float16_has_momentum(
             signum_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, momentum,
-                grad_scale, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, True,
+                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                True,
             )
 
 
 @triton.jit
 def signum_float16_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, at_block, live, live_block, index, momentum,
-    grad_scale, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, momentum,
+    one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -794,10 +853,10 @@ def signum_float16_has_momentum_small_tile(
 
 @triton.jit
 def signum_float16_has_momentum_small(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -808,7 +867,6 @@ def signum_float16_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -818,21 +876,31 @@ def signum_float16_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            signum_float16_has_momentum_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, momentum,
+                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         signum_float16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, at, 0,
-            before + start + at, momentum, grad_scale, one_minus_momentum_times_grad_scale,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
+            before + start + at, momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay,
+            minus_lr, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         signum_float16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, 0, live, 0,
-            before + start + at, momentum, grad_scale, one_minus_momentum_times_grad_scale,
-            one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
+            before + start + at, momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay,
+            minus_lr, step_key, stream_key, True,
         )
 
 

@@ -30,7 +30,7 @@ def kernel_scalars(step, grad_scale, *, lr, beta, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta_times_grad_scale = (1 - beta) * grad_scale
     minus_lr = -lr
-    return (beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr)
+    return (beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr)
 
 
 VARIANTS = (
@@ -47,7 +47,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
         host=host_scalars,
-        kernel_scalars=('beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
+        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -67,7 +67,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
         host=host_scalars,
-        kernel_scalars=('beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
+        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -87,7 +87,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
         host=host_scalars,
-        kernel_scalars=('beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
+        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,

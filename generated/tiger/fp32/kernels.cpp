@@ -30,9 +30,9 @@ struct tiger_float32 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         const F beta(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta_times_grad_scale(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/tiger.py)
         for (int i = 0; i < count; i += W) {
@@ -62,9 +62,9 @@ struct tiger_bfloat16 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         const F beta(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta_times_grad_scale(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update, encode  (specs/tiger.py)
         for (int i = 0; i < count; i += W) {
@@ -97,9 +97,9 @@ struct tiger_float16 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         const F beta(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta_times_grad_scale(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/tiger.py)
         for (int i = 0; i < count; i += W) {

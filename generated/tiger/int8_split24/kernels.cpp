@@ -31,9 +31,9 @@ struct tiger_float32 {
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const F beta(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta_times_grad_scale(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -130,9 +130,9 @@ struct tiger_float32_small {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         const F beta(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta_times_grad_scale(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/tiger.py)
         for (int i = 0; i < count; i += W) {
@@ -164,9 +164,9 @@ struct tiger_bfloat16 {
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F beta(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta_times_grad_scale(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -271,9 +271,9 @@ struct tiger_bfloat16_small {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         const F beta(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta_times_grad_scale(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -331,9 +331,9 @@ struct tiger_float16 {
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F beta(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta_times_grad_scale(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -455,9 +455,9 @@ struct tiger_float16_small {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         const F beta(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta_times_grad_scale(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 

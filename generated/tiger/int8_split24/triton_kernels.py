@@ -17,12 +17,12 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, get, pointer, put, reciprocal, rotl, sign
+from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, pointer, put, reciprocal, rotl, sign, widened
 
 
 @triton.jit
 def tiger_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, index, beta, grad_scale,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, index, beta,
     one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -33,10 +33,10 @@ def tiger_float32_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/tiger.py)
     p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta * exp_avg_scale
@@ -66,7 +66,7 @@ def tiger_float32_tile(
 
 @triton.jit
 def tiger_float32(
-    table, work, beta: tl.float32, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -98,7 +98,7 @@ def tiger_float32(
             live = (lane < columns) & live_block[:, None]
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             tiger_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number, beta, grad_scale,
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number, beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -109,12 +109,22 @@ def tiger_float32(
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                tiger_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                    minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             tiger_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, before + start + at, beta, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+                at_block, before + start + at, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                minus_lr, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -123,21 +133,20 @@ def tiger_float32(
             live_block = at_block * 64 < count - start
             tiger_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, beta, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
+                live_block, before + start + at, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                minus_lr, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def tiger_float32_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, at, at_block, live, live_block, index, beta, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, at, live, beta, one_minus_lr_times_weight_decay,
+    one_minus_beta_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/tiger.py)
     p = one_minus_lr_times_weight_decay * p                               # 17  p = decoupled(p, lr, weight_decay)
@@ -151,7 +160,7 @@ def tiger_float32_small_tile(
 
 @triton.jit
 def tiger_float32_small(
-    table, work, beta: tl.float32, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -164,56 +173,61 @@ def tiger_float32_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    stream_key = tl.load(row + 5).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
     exp_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            tiger_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta,
+                one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         tiger_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, 0, at, 0, at, beta, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta, one_minus_lr_times_weight_decay,
+            one_minus_beta_times_grad_scale, minus_lr, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         tiger_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, 0, live, 0, at, beta, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta, one_minus_lr_times_weight_decay,
+            one_minus_beta_times_grad_scale, minus_lr, True,
         )
 
 
 @triton.jit
 def tiger_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, index,
-    beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key,
-    stream_key, MASKED: tl.constexpr,
+    beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/tiger.py)
     p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta * exp_avg_scale
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
-    exp_avg = tl.fma(one_minus_beta_times_grad_scale, g_stored.to(tl.float32), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(one_minus_beta_times_grad_scale, widened(g_stored), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     p = tl.fma(minus_lr, sign(exp_avg), p)   # 19  p = p - lr * sign(exp_avg)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -232,7 +246,7 @@ def tiger_bfloat16_tile(
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
@@ -241,7 +255,7 @@ def tiger_bfloat16_tile(
 
 @triton.jit
 def tiger_bfloat16(
-    table, work, beta: tl.float32, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -275,8 +289,8 @@ def tiger_bfloat16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             tiger_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number,
-                beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key,
-                stream_key, True,
+                beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -287,11 +301,21 @@ def tiger_bfloat16(
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                tiger_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
+                    at, at_block, before + start + odd * TILE + at, beta, one_minus_lr_times_weight_decay,
+                    one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             tiger_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta, grad_scale,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         tile = count // TILE
@@ -301,30 +325,28 @@ def tiger_bfloat16(
             live_block = at_block * 64 < count - start
             tiger_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta, grad_scale,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def tiger_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, at, at_block, live, live_block, index, beta, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, at, live, index, beta, one_minus_lr_times_weight_decay,
+    one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/tiger.py)
     p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
-    exp_avg = tl.fma(one_minus_beta_times_grad_scale, g_stored.to(tl.float32), beta * exp_avg)
+    exp_avg = tl.fma(one_minus_beta_times_grad_scale, widened(g_stored), beta * exp_avg)
     p = tl.fma(minus_lr, sign(exp_avg), p)   # 19  p = p - lr * sign(exp_avg)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -336,7 +358,7 @@ def tiger_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -344,7 +366,7 @@ def tiger_bfloat16_small_tile(
 
 @triton.jit
 def tiger_bfloat16_small(
-    table, work, beta: tl.float32, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -358,7 +380,6 @@ def tiger_bfloat16_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -368,29 +389,38 @@ def tiger_bfloat16_small(
     exp_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            tiger_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, beta,
+                one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         tiger_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, 0, at, 0,
-            before + start + at, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-            minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at, before + start + at,
+            beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
+            False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         tiger_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, 0, live, 0,
-            before + start + at, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-            minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, live, before + start + at,
+            beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
+            True,
         )
 
 
 @triton.jit
 def tiger_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, index,
-    beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key,
-    stream_key, MASKED: tl.constexpr,
+    beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -408,7 +438,7 @@ def tiger_float16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -456,7 +486,7 @@ def tiger_float16_tile(
 
 @triton.jit
 def tiger_float16(
-    table, work, beta: tl.float32, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -490,8 +520,8 @@ def tiger_float16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             tiger_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number,
-                beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key,
-                stream_key, True,
+                beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         origin = first * TILE
@@ -502,11 +532,21 @@ def tiger_float16(
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                tiger_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
+                    at, at_block, before + start + odd * TILE + at, beta, one_minus_lr_times_weight_decay,
+                    one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             tiger_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta, grad_scale,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         tile = count // TILE
@@ -516,16 +556,15 @@ def tiger_float16(
             live_block = at_block * 64 < count - start
             tiger_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta, grad_scale,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def tiger_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, at, at_block, live, live_block, index, beta, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, at, live, index, beta, one_minus_lr_times_weight_decay,
+    one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -576,7 +615,7 @@ def tiger_float16_small_tile(
 
 @triton.jit
 def tiger_float16_small(
-    table, work, beta: tl.float32, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -590,7 +629,6 @@ def tiger_float16_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -600,21 +638,30 @@ def tiger_float16_small(
     exp_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            tiger_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + at, beta,
+                one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         tiger_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, 0, at, 0,
-            before + start + at, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-            minus_lr, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at, before + start + at,
+            beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
+            False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         tiger_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, 0, live, 0,
-            before + start + at, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-            minus_lr, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, live, before + start + at,
+            beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
+            True,
         )
 
 

@@ -33,15 +33,15 @@ struct yogi_float32 {
         float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F grad_scale_times_grad_scale(scalars[5]);
-        const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_7(scalars[10]);
-        const F scalar_8(scalars[11]);
-        const F scalar_9(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F where_lt_one_t_zero_initial_accumulator(scalars[3]);
+        const F grad_scale_times_grad_scale(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_6(scalars[7]);
+        const F scalar_7(scalars[8]);
+        const F scalar_8(scalars[9]);
 
         // -- elements: decode, update  (specs/yogi.py)
         for (int i = 0; i < count; i += W) {
@@ -57,7 +57,7 @@ struct yogi_float32 {
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
             const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq_2)) * g), g, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_7, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9)), p_2);
+            const F p_3 = fma(-fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_3);
@@ -79,15 +79,15 @@ struct yogi_bfloat16 {
         float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F grad_scale_times_grad_scale(scalars[5]);
-        const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_7(scalars[10]);
-        const F scalar_8(scalars[11]);
-        const F scalar_9(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F where_lt_one_t_zero_initial_accumulator(scalars[3]);
+        const F grad_scale_times_grad_scale(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_6(scalars[7]);
+        const F scalar_7(scalars[8]);
+        const F scalar_8(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/yogi.py)
         for (int i = 0; i < count; i += W) {
@@ -105,7 +105,7 @@ struct yogi_bfloat16 {
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
             const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq_2)) * g_cast), g_cast, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9)), p_2);
+            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -129,15 +129,15 @@ struct yogi_float16 {
         float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F grad_scale_times_grad_scale(scalars[5]);
-        const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_7(scalars[10]);
-        const F scalar_8(scalars[11]);
-        const F scalar_9(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F where_lt_one_t_zero_initial_accumulator(scalars[3]);
+        const F grad_scale_times_grad_scale(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_6(scalars[7]);
+        const F scalar_7(scalars[8]);
+        const F scalar_8(scalars[9]);
 
         // -- elements: decode, update  (specs/yogi.py)
         for (int i = 0; i < count; i += W) {
@@ -155,7 +155,7 @@ struct yogi_float16 {
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
             const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq_2)) * g_cast), g_cast, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9)), p_2);
+            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8)), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_3);

@@ -19,21 +19,19 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal, sign
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, sign, widened
 
 
 @triton.jit
 def yogi_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale,
-    where_lt_one_t_zero_initial_accumulator, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+    scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/yogi.py)
@@ -43,9 +41,9 @@ def yogi_float32_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq)
+    exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_7, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -54,12 +52,11 @@ def yogi_float32_tile(
 
 @triton.jit
 def yogi_float32(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
-    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, scalar_4: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -71,8 +68,6 @@ def yogi_float32(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -80,54 +75,60 @@ def yogi_float32(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            yogi_float32_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         yogi_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
-            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         yogi_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
         )
 
 
 @triton.jit
 def yogi_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale,
-    where_lt_one_t_zero_initial_accumulator, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+    scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # bf16, nearest
+    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/yogi.py)
     p = one_minus_lr_times_weight_decay * p                            # 21  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -138,12 +139,11 @@ def yogi_bfloat16_tile(
 
 @triton.jit
 def yogi_bfloat16(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
-    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, scalar_4: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -155,8 +155,6 @@ def yogi_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -164,35 +162,41 @@ def yogi_bfloat16(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            yogi_bfloat16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         yogi_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
-            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         yogi_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
         )
 
 
 @triton.jit
 def yogi_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale,
-    where_lt_one_t_zero_initial_accumulator, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+    scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -209,9 +213,9 @@ def yogi_float16_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -220,12 +224,11 @@ def yogi_float16_tile(
 
 @triton.jit
 def yogi_float16(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
-    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, scalar_4: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -237,8 +240,6 @@ def yogi_float16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -246,25 +247,33 @@ def yogi_float16(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            yogi_float16_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         yogi_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
-            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         yogi_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
         )
 
 

@@ -42,16 +42,14 @@ def kernel_scalars(step, grad_scale, *, lr, betas, initial_accumulator, eps, wei
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    grad_scale_times_grad_scale = grad_scale * grad_scale
     where_lt_one_t_zero_initial_accumulator = 0 if 1 < step else initial_accumulator
+    grad_scale_times_grad_scale = grad_scale * grad_scale
     scalar_4 = (1 - beta2) * grad_scale_times_grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
-    scalar_6 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
-    scalar_7 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_5 = 1 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else divide(1, lr / (1 - beta1**step) * root(1 - beta2**step))
+    scalar_6 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if lr / (1 - beta1**step) * root(1 - beta2**step) < 7.888609052210118e-31 else lr / (1 - beta1**step) * root(1 - beta2**step))
     return (
-        beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-        one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7,
+        beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
     )
 
 
@@ -60,19 +58,17 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, initial_accumulator, eps, w
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    grad_scale_times_grad_scale = grad_scale * grad_scale
     where_lt_one_t_zero_initial_accumulator = 0 if 1 < step else initial_accumulator
+    grad_scale_times_grad_scale = grad_scale * grad_scale
     scalar_4 = (1 - beta2) * grad_scale_times_grad_scale
-    one_over_sqrt_one_minus_beta2_pow_t = 1 / root(1 - beta2**step)
     lr_over_one_minus_beta1_pow_t_times_beta1 = lr / (1 - beta1**step) * beta1
-    scalar_7 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
-    scalar_8 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else one_over_sqrt_one_minus_beta2_pow_t
-    scalar_9 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
+    scalar_6 = lr / (1 - beta1**step) * one_minus_beta1_times_grad_scale
+    scalar_7 = 1 if root(1 - beta2**step) < 7.888609052210118e-31 else 1 / root(1 - beta2**step)
+    scalar_8 = divide(max(eps * root(1 - beta2**step), 1.1754943508222875e-38), 0 if root(1 - beta2**step) < 7.888609052210118e-31 else root(1 - beta2**step))
     return (
-        beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-        one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-        scalar_9,
+        beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8,
     )
 
 
@@ -93,7 +89,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -114,7 +110,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8', 'scalar_9'),
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -138,7 +134,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -160,7 +156,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8', 'scalar_9'),
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -184,7 +180,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'scalar_6', 'scalar_7'),
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -206,7 +202,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'grad_scale_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'scalar_4', 'one_over_sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8', 'scalar_9'),
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,

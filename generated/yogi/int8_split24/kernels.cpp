@@ -35,13 +35,13 @@ struct yogi_float32 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F grad_scale_times_grad_scale(scalars[5]);
-        const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F scalar_4(scalars[7]);
-        const F scalar_6(scalars[9]);
-        const F scalar_7(scalars[10]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F where_lt_one_t_zero_initial_accumulator(scalars[3]);
+        const F grad_scale_times_grad_scale(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F scalar_5(scalars[6]);
+        const F scalar_6(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -116,7 +116,7 @@ struct yogi_float32 {
                 // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
                 const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq);
                 // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+                const F p_3 = fma(-exp_avg, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -201,15 +201,15 @@ struct yogi_float32_small {
         float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F grad_scale_times_grad_scale(scalars[5]);
-        const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_7(scalars[10]);
-        const F scalar_8(scalars[11]);
-        const F scalar_9(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F where_lt_one_t_zero_initial_accumulator(scalars[3]);
+        const F grad_scale_times_grad_scale(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_6(scalars[7]);
+        const F scalar_7(scalars[8]);
+        const F scalar_8(scalars[9]);
 
         // -- elements: decode, update  (specs/yogi.py)
         for (int i = 0; i < count; i += W) {
@@ -225,7 +225,7 @@ struct yogi_float32_small {
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
             const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq_2)) * g), g, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_7, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9)), p_2);
+            const F p_3 = fma(-fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8)), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_3);
@@ -250,13 +250,13 @@ struct yogi_bfloat16 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F grad_scale_times_grad_scale(scalars[5]);
-        const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F scalar_4(scalars[7]);
-        const F scalar_6(scalars[9]);
-        const F scalar_7(scalars[10]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F where_lt_one_t_zero_initial_accumulator(scalars[3]);
+        const F grad_scale_times_grad_scale(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F scalar_5(scalars[6]);
+        const F scalar_6(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -336,7 +336,7 @@ struct yogi_bfloat16 {
                 // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
                 const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq);
                 // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -425,15 +425,15 @@ struct yogi_bfloat16_small {
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F grad_scale_times_grad_scale(scalars[5]);
-        const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_7(scalars[10]);
-        const F scalar_8(scalars[11]);
-        const F scalar_9(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F where_lt_one_t_zero_initial_accumulator(scalars[3]);
+        const F grad_scale_times_grad_scale(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_6(scalars[7]);
+        const F scalar_7(scalars[8]);
+        const F scalar_8(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -470,7 +470,7 @@ struct yogi_bfloat16_small {
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
             const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq_2)) * g_cast), g_cast, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9), p_2);
+            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -501,13 +501,13 @@ struct yogi_float16 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F grad_scale_times_grad_scale(scalars[5]);
-        const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F scalar_4(scalars[7]);
-        const F scalar_6(scalars[9]);
-        const F scalar_7(scalars[10]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F where_lt_one_t_zero_initial_accumulator(scalars[3]);
+        const F grad_scale_times_grad_scale(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F scalar_5(scalars[6]);
+        const F scalar_6(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -593,7 +593,7 @@ struct yogi_float16 {
                 // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
                 const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq);
                 // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -693,15 +693,15 @@ struct yogi_float16_small {
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F grad_scale_times_grad_scale(scalars[5]);
-        const F where_lt_one_t_zero_initial_accumulator(scalars[6]);
-        const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_7(scalars[10]);
-        const F scalar_8(scalars[11]);
-        const F scalar_9(scalars[12]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F where_lt_one_t_zero_initial_accumulator(scalars[3]);
+        const F grad_scale_times_grad_scale(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_6(scalars[7]);
+        const F scalar_7(scalars[8]);
+        const F scalar_8(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -744,7 +744,7 @@ struct yogi_float16_small {
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
             const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq_2)) * g_cast), g_cast, exp_avg_sq_2);
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_8, scalar_9), p_2);
+            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);

@@ -19,16 +19,15 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, get, inverse, pointer, put, reciprocal, rotl, sign
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, sign, widened
 
 
 @triton.jit
 def yogi_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-    scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key,
-    MASKED: tl.constexpr,
+    live_block, index, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -37,7 +36,7 @@ def yogi_float32_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -48,7 +47,7 @@ def yogi_float32_tile(
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/yogi.py)
     p = one_minus_lr_times_weight_decay * p  # 21  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -57,9 +56,9 @@ def yogi_float32_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = tl.fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator)
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq)
+    exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -90,22 +89,20 @@ def yogi_float32_tile(
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add[:, None]
     g_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def yogi_float32(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -138,9 +135,9 @@ def yogi_float32(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             yogi_float32_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
+                live_block, number, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
+                step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -152,14 +149,26 @@ def yogi_float32(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                yogi_float32_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                    scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             yogi_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, False,
+                before + start + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
+                step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -169,24 +178,22 @@ def yogi_float32(
             yogi_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
+                before + start + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
+                step_key, stream_key, True,
             )
 
 
 @triton.jit
 def yogi_float32_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale,
-    where_lt_one_t_zero_initial_accumulator, scalar_4, one_over_sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, scalar_9, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+    scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
-    g = get(g_ptr, at, live, MASKED).to(tl.float32)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/yogi.py)
@@ -196,9 +203,9 @@ def yogi_float32_small_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq)
+    exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_7, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -207,12 +214,11 @@ def yogi_float32_small_tile(
 
 @triton.jit
 def yogi_float32_small(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
-    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, scalar_4: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -224,8 +230,6 @@ def yogi_float32_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -233,48 +237,53 @@ def yogi_float32_small(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            yogi_float32_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         yogi_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, at, 0, at, beta1, eps,
-            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         yogi_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0, live, 0, at, beta1,
-            eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-            one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-            scalar_9, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
         )
 
 
 @triton.jit
 def yogi_bfloat16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-    scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key,
-    MASKED: tl.constexpr,
+    at_block, live, live_block, index, beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+    scalar_4, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -284,20 +293,21 @@ def yogi_bfloat16_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/yogi.py)
     p = one_minus_lr_times_weight_decay * p  # 21  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = tl.fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator)
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -328,25 +338,23 @@ def yogi_bfloat16_tile(
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add[:, None]
     g_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def yogi_bfloat16(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -380,9 +388,9 @@ def yogi_bfloat16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             yogi_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -395,14 +403,26 @@ def yogi_bfloat16(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                yogi_bfloat16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                    scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             yogi_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -412,41 +432,40 @@ def yogi_bfloat16(
             yogi_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def yogi_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-    one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-    scalar_9, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.float32).to(tl.int32, bitcast=True)
-    p = (p_high + -32768 + (p_low << 8)).to(tl.float32, bitcast=True)  # bf16 and 8 more bits, stochastic
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/yogi.py)
     p = one_minus_lr_times_weight_decay * p                            # 21  p = decoupled(p, lr, weight_decay)
-    g_cast = g_stored.to(tl.float32)
+    g_cast = widened(g_stored)
     # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -457,7 +476,7 @@ def yogi_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = (p_word >> 8).to(tl.uint8)
+    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
@@ -466,12 +485,11 @@ def yogi_bfloat16_small_tile(
 
 @triton.jit
 def yogi_bfloat16_small(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
-    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, scalar_4: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -484,7 +502,6 @@ def yogi_bfloat16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -495,35 +512,44 @@ def yogi_bfloat16_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            yogi_bfloat16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         yogi_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-            scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-            scalar_8, scalar_9, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         yogi_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-            scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-            scalar_8, scalar_9, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
         )
 
 
 @triton.jit
 def yogi_float16_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-    scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key,
-    MASKED: tl.constexpr,
+    at_block, live, live_block, index, beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+    scalar_4, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -541,7 +567,7 @@ def yogi_float16_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = (exp_avg_code.to(tl.int32) | 1258291200).to(tl.float32, bitcast=True) - 8388736.0
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -563,9 +589,9 @@ def yogi_float16_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = tl.fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator)
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-exp_avg, reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -596,7 +622,6 @@ def yogi_float16_tile(
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add[:, None]
     g_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     g_bitcast = p.to(tl.int32, bitcast=True)
     p_magnitude = g_bitcast & 2147483647
@@ -615,17 +640,16 @@ def yogi_float16_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
 def yogi_float16(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -659,9 +683,9 @@ def yogi_float16(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             yogi_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
+                where, block, live, live_block, number, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         origin = first * TILE
@@ -674,14 +698,26 @@ def yogi_float16(
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
-        for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-            start = tile * TILE
+        for pair in range(0, count // (2 * TILE)):
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                yogi_float16_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, before + start + odd * TILE + at, beta1, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                    scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
             yogi_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, False,
+                at_block, at, at_block, before + start + at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         tile = count // TILE
         start = tile * TILE
@@ -691,19 +727,19 @@ def yogi_float16(
             yogi_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-                scalar_4, one_over_sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7, step_key, stream_key, True,
+                at_block, live, live_block, before + start + at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def yogi_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, at_block, live, live_block, index, beta1,
-    eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator, scalar_4,
-    one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-    scalar_9, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -729,9 +765,9 @@ def yogi_float16_small_tile(
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(-(scalar_4 * sign(tl.fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
+    exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(-tl.fma(scalar_7, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -762,12 +798,11 @@ def yogi_float16_small_tile(
 
 @triton.jit
 def yogi_float16_small(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
-    scalar_4: tl.float32, one_over_sqrt_one_minus_beta2_pow_t: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32,
-    scalar_9: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, where_lt_one_t_zero_initial_accumulator: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, scalar_4: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -780,7 +815,6 @@ def yogi_float16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     at = tl.arange(0, TILE)
     origin = first * TILE
@@ -791,25 +825,35 @@ def yogi_float16_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
-    for tile in tl.range(0, count // TILE, loop_unroll_factor=2):
-        start = tile * TILE
+    for pair in range(0, count // (2 * TILE)):
+        start = pair * (2 * TILE)
+        for odd in tl.static_range(2):
+            yogi_float16_small_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                before + start + odd * TILE + at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
+                False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
         yogi_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            at, 0, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-            scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-            scalar_8, scalar_9, step_key, stream_key, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            at, before + start + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
         )
     tile = count // TILE
     start = tile * TILE
     if start < count:
         live = at < count - start
         yogi_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, 0,
-            live, 0, before + start + at, beta1, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, where_lt_one_t_zero_initial_accumulator,
-            scalar_4, one_over_sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-            scalar_8, scalar_9, step_key, stream_key, True,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
+            live, before + start + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
         )
 
 

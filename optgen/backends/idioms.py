@@ -1,0 +1,81 @@
+"""Expressions that one helper of Triton's prelude says in fewer instructions than their nodes, bit for bit.
+
+They move bytes between words, which machines do in one permutation and compilers in two or three instructions.
+Elements only: a value of a block is in every lane, and lanes hold too few of them to fill a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optgen.ir.node import Node, is_const
+from optgen.ops import dtypes, spaces
+
+
+@dataclass(frozen=True)
+class Idiom:
+    """helper(*args, *numbers) + plus."""
+
+    helper: str
+    args: tuple[Node, ...]
+    numbers: tuple[int, ...] = ()
+    plus: int = 0
+
+
+def idiom(node: Node) -> Idiom | None:
+    """What the node is in fast maths; None where it is printed as it stands."""
+    if node.space != spaces.elem:
+        return None
+    if node.op == "cast":
+        return _cast(node)
+    if node.op == "bitcast" and node.dtype is dtypes.f32:
+        return _counter(node.args[0])
+    return _joined(node) if node.op == "add" else None
+
+
+def _cast(node: Node) -> Idiom | None:
+    (x,) = node.args
+    if node.dtype is dtypes.f32 and x.dtype is dtypes.bf16:
+        return Idiom("widened", (x,))
+    if node.dtype is not dtypes.u8 or x.dtype is not dtypes.i32:
+        return None
+    if x.op in ("shr", "lshr") and x.args[1].attr in (8, 16, 24):
+        return Idiom("byte", (x.args[0],), (x.args[1].attr // 8,))
+    return None
+
+
+def _byte(node: Node) -> Node | None:
+    """x of the i32 of a byte x."""
+    return node.args[0] if node.op == "cast" and node.args[0].dtype is dtypes.u8 else None
+
+
+def _counter(pattern: Node) -> Idiom | None:
+    """2^23 + x: f32(x | 0x4B000000) of a byte x."""
+    x = _byte(pattern.args[0]) if pattern.op == "or" and is_const(pattern.args[1], 0x4B000000) else None
+    return None if x is None else Idiom("counter", (x,))
+
+
+def _joined(node: Node) -> Idiom | None:
+    """(pattern of a bf16 + c) + (byte << 8)."""
+    high, low = node.args
+    if high.op != "add" or high.args[1].op != "const" or low.op != "shl" or not is_const(low.args[1], 8):
+        return None
+    pattern, byte = high.args[0], _byte(low.args[0])
+    if byte is None or pattern.op != "bitcast" or pattern.args[0].op != "cast":
+        return None
+    (stored,) = pattern.args[0].args
+    return Idiom("joined", (stored, byte), plus=high.args[1].attr) if stored.dtype is dtypes.bf16 else None
+
+
+def printed(roots: list[Node]) -> Iterator[Node]:
+    """Every node that is printed: `postorder` without what idioms say for themselves."""
+    seen: set[int] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node.uid not in seen:
+            seen.add(node.uid)
+            yield node
+            found = idiom(node)
+            stack += found.args if found else node.args
