@@ -735,3 +735,10 @@ def test_functions_of_a_state_that_is_off_are_refused(use: Any) -> None:
     with pytest.raises(UserError) as caught:
         use(Absent("extra", "amsgrad"))
     assert caught.value.code == "E105"
+
+
+def test_settings_that_a_needed_hyper_parameter_rules_out_do_not_exist() -> None:
+    from specs.sgd import sgd
+
+    both = [(s["nesterov"], s["has_momentum"]) for s in sgd.settings()]
+    assert sorted(both) == [(False, False), (False, True), (True, True)]

@@ -64,10 +64,16 @@ class Spec:
     # -- flags
 
     def settings(self) -> tuple[dict[str, bool], ...]:
-        """Every flag setting, defaults first."""
+        """Every flag setting that the constructor accepts, defaults first."""
         names = [f.name for f in self.flags]
         first = [(f.default, not f.default) for f in self.flags]
-        return tuple(dict(zip(names, values, strict=True)) for values in itertools.product(*first))
+        every = (dict(zip(names, values, strict=True)) for values in itertools.product(*first))
+        return tuple(setting for setting in every if self._possible(setting))
+
+    def _possible(self, setting: Mapping[str, bool]) -> bool:
+        """Whether no flag is on that needs a hyper-parameter which another flag says is 0."""
+        zero = {f.nonzero for f in self.flags if f.nonzero is not None and not setting[f.name]}
+        return not any(setting[f.name] and f.needs in zero for f in self.flags)
 
     def flag_values(self, values: Mapping[str, Any], shape: tuple[int, ...] | None = None) -> dict[str, bool]:
         """Every flag from given flags and hyper-parameters (by constructor name); the rest by default."""

@@ -90,16 +90,8 @@ def _cases_of(name: str) -> Iterator[Case]:
         listed: Sequence[Variant] = plan_module(cls, plan).VARIANTS
         seen = {(v.param, tuple(v.flags.items())) for v in listed}
         for param, flags in sorted(seen):
-            if not _can_be(cls, dict(flags)):
-                continue
             changed = tuple(k if on else f"no_{k}" for k, on in flags if usual[k] != on)
             yield Case(name, cls.SPEC, plan, param, flags, changed)
-
-
-def _can_be(cls: Any, setting: Mapping[str, bool]) -> bool:
-    """Whether options bring about these flags: none is on beside a hyper-parameter that is 0 and that it needs."""
-    off = {f.nonzero for f in cls.FLAGS if f.nonzero is not None and not setting[f.name]}
-    return not any(setting[f.name] and f.needs in off for f in cls.FLAGS)
 
 
 def _usual(cls: Any) -> dict[str, bool]:
