@@ -39,16 +39,16 @@ def adan_float32(
         one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    exp_avg = b.elements(exp_avg_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    prev_grad = b.elements(prev_grad_tensor)
-    exp_avg = b.elements(exp_avg_tensor)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    p = b.elements(p_tensor)
     # -- update  (specs/adan.py)
-    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                         # 29  ahead = g + beta2 * change
@@ -82,17 +82,17 @@ def adan_bfloat16(
         one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    prev_grad = b.elements(prev_grad_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adan.py)
-    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                         # 29  ahead = g + beta2 * change
@@ -128,17 +128,17 @@ def adan_float16(
         one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    prev_grad = b.elements(prev_grad_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adan.py)
-    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                         # 29  ahead = g + beta2 * change

@@ -40,8 +40,7 @@ def adan_float32(
         one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -51,6 +50,8 @@ def adan_float32(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_diff_scale = b.per_block(exp_avg_diff_scale_tensor)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
@@ -60,14 +61,6 @@ def adan_float32(
     exp_avg_diff_code = exp_avg_diff_code - 128.0
     exp_avg_diff_bend = exp_avg_diff_code.abs()
     exp_avg_diff_value = exp_avg_diff_scale * (exp_avg_diff_code / (254.0 - exp_avg_diff_bend))
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -77,13 +70,20 @@ def adan_float32(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p = b.elements(p_tensor)
     # -- update  (specs/adan.py)
-    change = has_prev * (g - prev_grad_value)                             # 26  change = has_prev * (g - prev_grad)
     # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g
+    change = has_prev * (g - prev_grad_value)                             # 26  change = has_prev * (g - prev_grad)
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff_value + one_minus_beta2 * change
     ahead = g + beta2 * change                                            # 29  ahead = g + beta2 * change
@@ -96,6 +96,14 @@ def adan_float32(
     p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = p / one_plus_lr_times_weight_decay                                # 35  p = proximal(p, lr, weight_decay)
     # -- encode and store
+    exp_avg_scale_abs = exp_avg.abs()
+    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
+    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
     word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -106,21 +114,6 @@ def adan_float32(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    exp_avg_scale_abs = exp_avg.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
-    exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_diff_scale_abs = exp_avg_diff.abs()
     exp_avg_diff_top = block_max(exp_avg_diff_scale_abs.view(torch.int32), b.live)
     exp_avg_diff_up = exp_avg_diff_top.clamp(min=75497472) + 32767
@@ -134,14 +127,21 @@ def adan_float32(
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub
     exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    # 32 random bits: hash(element, tensor, step)
+    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -178,16 +178,16 @@ def adan_float32_small(
         one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    exp_avg = b.elements(exp_avg_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    prev_grad = b.elements(prev_grad_tensor)
-    exp_avg = b.elements(exp_avg_tensor)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    p = b.elements(p_tensor)
     # -- update  (specs/adan.py)
-    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                         # 29  ahead = g + beta2 * change
@@ -223,12 +223,11 @@ def adan_bfloat16(
         one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -238,6 +237,8 @@ def adan_bfloat16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff_scale = b.per_block(exp_avg_diff_scale_tensor)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
@@ -247,14 +248,6 @@ def adan_bfloat16(
     exp_avg_diff_code = exp_avg_diff_code - 128.0
     exp_avg_diff_bend = exp_avg_diff_code.abs()
     exp_avg_diff_value = exp_avg_diff_scale * (exp_avg_diff_code / (254.0 - exp_avg_diff_bend))
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -264,13 +257,20 @@ def adan_bfloat16(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adan.py)
-    change = has_prev * (g - prev_grad_value)                             # 26  change = has_prev * (g - prev_grad)
     # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g
+    change = has_prev * (g - prev_grad_value)                             # 26  change = has_prev * (g - prev_grad)
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff_value + one_minus_beta2 * change
     ahead = g + beta2 * change                                            # 29  ahead = g + beta2 * change
@@ -284,7 +284,7 @@ def adan_bfloat16(
     p = p / one_plus_lr_times_weight_decay                                # 35  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
@@ -292,14 +292,9 @@ def adan_bfloat16(
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise_2 & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -308,6 +303,12 @@ def adan_bfloat16(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    word_mul = word_xor * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)  # 32 random bits: hash(element, tensor, step)
     exp_avg_diff_scale_abs = exp_avg_diff.abs()
     exp_avg_diff_top = block_max(exp_avg_diff_scale_abs.view(torch.int32), b.live)
     exp_avg_diff_up = exp_avg_diff_top.clamp(min=75497472) + 32767
@@ -321,14 +322,14 @@ def adan_bfloat16(
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub
     exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -339,8 +340,6 @@ def adan_bfloat16(
     prev_grad_divisor = (prev_grad_up & 2147450880).clamp(max=2139095039)
     g_mul = prev_grad_divisor.view(torch.float32) * 0.003937007874015748
     prev_grad_exact = g / (g_mul + g_abs * 0.003937007874015748)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise_2 & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -369,20 +368,20 @@ def adan_bfloat16_small(
         one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    prev_grad = b.elements(prev_grad_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adan.py)
-    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                         # 29  ahead = g + beta2 * change
@@ -429,17 +428,17 @@ def adan_float16(
         one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -449,6 +448,8 @@ def adan_float16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff_scale = b.per_block(exp_avg_diff_scale_tensor)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
@@ -458,14 +459,6 @@ def adan_float16(
     exp_avg_diff_code = exp_avg_diff_code - 128.0
     exp_avg_diff_bend = exp_avg_diff_code.abs()
     exp_avg_diff_value = exp_avg_diff_scale * (exp_avg_diff_code / (254.0 - exp_avg_diff_bend))
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -475,14 +468,20 @@ def adan_float16(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adan.py)
-    change = has_prev * (g - prev_grad_value)                             # 26  change = has_prev * (g - prev_grad)
     # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g
+    change = has_prev * (g - prev_grad_value)                             # 26  change = has_prev * (g - prev_grad)
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff_value + one_minus_beta2 * change
     ahead = g + beta2 * change                                            # 29  ahead = g + beta2 * change
@@ -495,8 +494,14 @@ def adan_float16(
     p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = p / one_plus_lr_times_weight_decay                                # 35  p = proximal(p, lr, weight_decay)
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
@@ -504,14 +509,15 @@ def adan_float16(
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    word_and = noise_2 & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -520,6 +526,12 @@ def adan_float16(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    word_mul = word_xor * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)  # 32 random bits: hash(element, tensor, step)
     exp_avg_diff_scale_abs = exp_avg_diff.abs()
     exp_avg_diff_top = block_max(exp_avg_diff_scale_abs.view(torch.int32), b.live)
     exp_avg_diff_up = exp_avg_diff_top.clamp(min=75497472) + 32767
@@ -533,14 +545,14 @@ def adan_float16(
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub
     exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -551,20 +563,6 @@ def adan_float16(
     prev_grad_divisor = (prev_grad_up & 2147450880).clamp(max=2139095039)
     g_mul = prev_grad_divisor.view(torch.float32) * 0.003937007874015748
     prev_grad_exact = g / (g_mul + g_abs * 0.003937007874015748)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise_2 & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -593,26 +591,26 @@ def adan_float16_small(
         one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    prev_grad = b.elements(prev_grad_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adan.py)
-    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    change = has_prev * (g - prev_grad)                                # 26  change = has_prev * (g - prev_grad)
     # 28  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                         # 29  ahead = g + beta2 * change
@@ -624,6 +622,12 @@ def adan_float16_small(
     p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = p / one_plus_lr_times_weight_decay                             # 35  p = proximal(p, lr, weight_decay)
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -632,18 +636,12 @@ def adan_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -660,6 +658,7 @@ def adan_float32_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -686,6 +685,8 @@ def adan_float32_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -695,9 +696,6 @@ def adan_float32_decode(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -710,11 +708,11 @@ def adan_float32_decode(
 def adan_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_diff = b.elements(values["exp_avg_diff"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_prev_grad = b.elements(values["prev_grad"])
-    in_p = b.elements(values["p"])
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -734,10 +732,10 @@ def adan_float32_encode(values):
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -802,10 +800,11 @@ def adan_bfloat16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -832,6 +831,8 @@ def adan_bfloat16_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -841,9 +842,6 @@ def adan_bfloat16_decode(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -856,11 +854,13 @@ def adan_bfloat16_decode(
 def adan_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_diff = b.elements(values["exp_avg_diff"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_prev_grad = b.elements(values["prev_grad"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -880,10 +880,10 @@ def adan_bfloat16_encode(values):
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -894,8 +894,6 @@ def adan_bfloat16_encode(values):
     prev_grad_divisor = (prev_grad_up & 2147450880).clamp(max=2139095039)
     in_prev_grad_mul = prev_grad_divisor.view(torch.float32) * 0.003937007874015748
     prev_grad_exact = in_prev_grad / (in_prev_grad_mul + in_prev_grad_abs * 0.003937007874015748)
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -915,10 +913,10 @@ def adan_bfloat16_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
@@ -960,15 +958,17 @@ def adan_float16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -995,6 +995,8 @@ def adan_float16_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -1004,10 +1006,6 @@ def adan_float16_decode(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -1020,11 +1018,24 @@ def adan_float16_decode(
 def adan_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_diff = b.elements(values["exp_avg_diff"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_prev_grad = b.elements(values["prev_grad"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -1044,10 +1055,10 @@ def adan_float16_encode(values):
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -1058,19 +1069,6 @@ def adan_float16_encode(values):
     prev_grad_divisor = (prev_grad_up & 2147450880).clamp(max=2139095039)
     in_prev_grad_mul = prev_grad_divisor.view(torch.float32) * 0.003937007874015748
     prev_grad_exact = in_prev_grad / (in_prev_grad_mul + in_prev_grad_abs * 0.003937007874015748)
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1090,14 +1088,14 @@ def adan_float16_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -1123,16 +1121,16 @@ def adan_float16_small_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_prev_grad = b.elements(values["prev_grad"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

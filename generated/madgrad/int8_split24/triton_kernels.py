@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -30,16 +30,9 @@ def madgrad_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
-    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
-    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -48,11 +41,26 @@ def madgrad_float32_tile(
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
+    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
+    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
+    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                      # 24  g = l2(g, p, weight_decay)
+    s = tl.fma(weight, g, s_value)                      # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_mul = one_over_0p1111111111111111 * grad_sum_sq_2
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
+    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
+    p_mul_2 = 0.3333333333333333 * p_fma
     grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_range_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast)
@@ -61,17 +69,21 @@ def madgrad_float32_tile(
     grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s_value, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    put(p_ptr, at, z, live, MASKED)
+    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq_2).to(tl.int32, bitcast=True)
+    grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
+    grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
+    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
+    grad_sum_sq_start = grad_sum_sq_first << 22
+    grad_sum_sq_half = grad_sum_sq_units * 10240
+    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -80,33 +92,21 @@ def madgrad_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
-    grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
-    grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
-    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
-    grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_half = grad_sum_sq_units * 10240
-    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, z, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -129,14 +129,16 @@ def madgrad_float32(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -148,6 +150,9 @@ def madgrad_float32(
                 number, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -158,6 +163,7 @@ def madgrad_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_float32_tile(
@@ -175,16 +181,18 @@ def madgrad_float32(
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
                 weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_float32_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_float32_tile(
+                    p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
+                    stream_key, True,
+                )
 
 
 @triton.jit
@@ -194,13 +202,21 @@ def madgrad_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                      # 24  g = l2(g, p, weight_decay)
+    s_2 = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_mul = one_over_0p1111111111111111 * grad_sum_sq_2
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
+    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
+    p_mul_2 = 0.3333333333333333 * p_fma
     grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
@@ -209,20 +225,12 @@ def madgrad_float32_small_tile(
     grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    put(s_ptr, at, s_2, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
     put(p_ptr, at, z, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
 
 
 @triton.jit
@@ -240,7 +248,9 @@ def madgrad_float32_small(
     grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -262,14 +272,14 @@ def madgrad_float32_small(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at, weight_decay, eps,
             grad_scale, one_over_0p1111111111111111, weight, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live, weight_decay, eps,
-            grad_scale, one_over_0p1111111111111111, weight, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float32_small_tile(
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
+                grad_scale, one_over_0p1111111111111111, weight, True,
+            )
 
 
 @triton.jit
@@ -280,18 +290,12 @@ def madgrad_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
-    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
-    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -300,12 +304,26 @@ def madgrad_bfloat16_tile(
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
+    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
+    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                      # 24  g = l2(g, p, weight_decay)
+    s = tl.fma(weight, g, s_value)                      # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_mul = one_over_0p1111111111111111 * grad_sum_sq_2
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
+    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
+    p_mul_2 = 0.3333333333333333 * p_fma
     grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_range_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast)
@@ -314,16 +332,8 @@ def madgrad_bfloat16_tile(
     grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s_value, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq_2) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -333,36 +343,36 @@ def madgrad_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
+    p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
+    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq_2).to(tl.int32, bitcast=True)
     grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -386,14 +396,16 @@ def madgrad_bfloat16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -406,6 +418,9 @@ def madgrad_bfloat16(
                 stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -417,6 +432,7 @@ def madgrad_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_bfloat16_tile(
@@ -435,17 +451,18 @@ def madgrad_bfloat16(
                 at_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
+                    stream_key, True,
+                )
 
 
 @triton.jit
@@ -455,16 +472,24 @@ def madgrad_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                      # 24  g = l2(g, p, weight_decay)
+    s_2 = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_mul = one_over_0p1111111111111111 * grad_sum_sq_2
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
+    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
+    p_mul_2 = 0.3333333333333333 * p_fma
     grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
@@ -473,17 +498,11 @@ def madgrad_bfloat16_small_tile(
     grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    put(s_ptr, at, s_2, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -493,11 +512,9 @@ def madgrad_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
 
 
 @triton.jit
@@ -517,7 +534,9 @@ def madgrad_bfloat16_small(
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -527,6 +546,7 @@ def madgrad_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             madgrad_bfloat16_small_tile(
@@ -543,15 +563,15 @@ def madgrad_bfloat16_small(
             before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
             stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live,
-            before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-            stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
+                before + start + few, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
+                stream_key, True,
+            )
 
 
 @triton.jit
@@ -562,25 +582,19 @@ def madgrad_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
-    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
-    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -589,12 +603,26 @@ def madgrad_float16_tile(
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
+    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
+    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                      # 24  g = l2(g, p, weight_decay)
+    s = tl.fma(weight, g, s_value)                      # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_mul = one_over_0p1111111111111111 * grad_sum_sq_2
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
+    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
+    p_mul_2 = 0.3333333333333333 * p_fma
     grad_sum_sq_range_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_range_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast + grad_sum_sq_range_bitcast)
@@ -603,17 +631,14 @@ def madgrad_float16_tile(
     grad_sum_sq_range_mul_2 = 0.3333333333333333 * grad_sum_sq_range_fma
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s_value, reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_range_mul, reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_mul_2 + grad_sum_sq_range_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    p_bitcast = z.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -622,47 +647,42 @@ def madgrad_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(z == z, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
+    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq_2).to(tl.int32, bitcast=True)
     grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = z.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(z == z, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -686,14 +706,16 @@ def madgrad_float16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -706,6 +728,9 @@ def madgrad_float16(
                 stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -717,6 +742,7 @@ def madgrad_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_float16_tile(
@@ -735,17 +761,18 @@ def madgrad_float16(
                 at_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
+                    stream_key, True,
+                )
 
 
 @triton.jit
@@ -755,23 +782,31 @@ def madgrad_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                      # 24  g = l2(g, p, weight_decay)
+    s_2 = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_mul = one_over_0p1111111111111111 * grad_sum_sq_2
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
+    p_mul_2 = 0.3333333333333333 * p_fma
+    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
+    p_mul_2 = 0.3333333333333333 * p_fma
     grad_sum_sq_mul = one_over_0p1111111111111111 * grad_sum_sq
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(grad_sum_sq, reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast + grad_sum_sq_bitcast)
@@ -780,17 +815,16 @@ def madgrad_float16_small_tile(
     grad_sum_sq_mul_2 = 0.3333333333333333 * grad_sum_sq_fma
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(grad_sum_sq_mul, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_mul_2 + grad_sum_sq_mul_2), grad_sum_sq) + eps), p)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
-    p_mul = one_over_0p1111111111111111 * grad_sum_sq
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
-    p_mul_2 = 0.3333333333333333 * p_fma
-    p_fma = tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2)
-    p_mul_2 = 0.3333333333333333 * p_fma
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    put(s_ptr, at, s_2, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
+    p_bitcast = z.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -799,23 +833,16 @@ def madgrad_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = z.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(z == z, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
 
 
 @triton.jit
@@ -835,7 +862,9 @@ def madgrad_float16_small(
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -845,6 +874,7 @@ def madgrad_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             madgrad_float16_small_tile(
@@ -861,15 +891,15 @@ def madgrad_float16_small(
             before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
             stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live,
-            before + start + at, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
-            stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
+                before + start + few, weight_decay, eps, grad_scale, one_over_0p1111111111111111, weight, step_key,
+                stream_key, True,
+            )
 
 
 @triton.jit
@@ -880,16 +910,9 @@ def madgrad_float32_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
-    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
-    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -898,14 +921,21 @@ def madgrad_float32_has_momentum_tile(
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
+    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
+    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
+    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
-    p = get(p_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
@@ -916,6 +946,19 @@ def madgrad_float32_has_momentum_tile(
     z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
+    put(x0_ptr, at, x0, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
+    grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
+    grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
+    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
+    grad_sum_sq_start = grad_sum_sq_first << 22
+    grad_sum_sq_half = grad_sum_sq_units * 10240
+    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -924,34 +967,21 @@ def madgrad_float32_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
-    grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
-    grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
-    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
-    grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_half = grad_sum_sq_units * 10240
-    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    put(x0_ptr, at, x0, live, MASKED)
 
 
 @triton.jit
@@ -976,14 +1006,16 @@ def madgrad_float32_has_momentum(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -996,6 +1028,9 @@ def madgrad_float32_has_momentum(
                 one_minus_momentum, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1007,6 +1042,7 @@ def madgrad_float32_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_float32_has_momentum_tile(
@@ -1025,17 +1061,18 @@ def madgrad_float32_has_momentum(
                 before + start + at, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
                 one_minus_momentum, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, live, live_block,
-                before + start + at, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
-                one_minus_momentum, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_float32_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
+                    one_minus_momentum, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1045,16 +1082,16 @@ def madgrad_float32_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
-    grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     s = get(s_ptr, at, live, MASKED)
+    grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
@@ -1065,10 +1102,10 @@ def madgrad_float32_has_momentum_small_tile(
     z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
     put(x0_ptr, at, x0, live, MASKED)
+    put(s_ptr, at, s, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -1088,7 +1125,9 @@ def madgrad_float32_has_momentum_small(
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1111,14 +1150,14 @@ def madgrad_float32_has_momentum_small(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, at,
             weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, live,
-            weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float32_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
+                weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111, one_minus_momentum, True,
+            )
 
 
 @triton.jit
@@ -1129,18 +1168,12 @@ def madgrad_bfloat16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
-    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
-    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -1149,15 +1182,21 @@ def madgrad_bfloat16_has_momentum_tile(
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
+    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
+    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
@@ -1168,6 +1207,7 @@ def madgrad_bfloat16_has_momentum_tile(
     z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
+    put(x0_ptr, at, x0, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1176,37 +1216,36 @@ def madgrad_bfloat16_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
     grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    put(x0_ptr, at, x0, live, MASKED)
 
 
 @triton.jit
@@ -1232,14 +1271,16 @@ def madgrad_bfloat16_has_momentum(
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1252,6 +1293,9 @@ def madgrad_bfloat16_has_momentum(
                 one_minus_momentum, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1264,6 +1308,7 @@ def madgrad_bfloat16_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_bfloat16_has_momentum_tile(
@@ -1282,17 +1327,18 @@ def madgrad_bfloat16_has_momentum(
                 at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight,
                 one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, live, live_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_bfloat16_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
+                    one_minus_momentum, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1303,19 +1349,19 @@ def madgrad_bfloat16_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     s = get(s_ptr, at, live, MASKED)
+    grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
@@ -1326,6 +1372,9 @@ def madgrad_bfloat16_has_momentum_small_tile(
     z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
+    put(x0_ptr, at, x0, live, MASKED)
+    put(s_ptr, at, s, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1335,12 +1384,9 @@ def madgrad_bfloat16_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
-    put(x0_ptr, at, x0, live, MASKED)
 
 
 @triton.jit
@@ -1362,7 +1408,9 @@ def madgrad_bfloat16_has_momentum_small(
     x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1373,6 +1421,7 @@ def madgrad_bfloat16_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             madgrad_bfloat16_has_momentum_small_tile(
@@ -1389,15 +1438,15 @@ def madgrad_bfloat16_has_momentum_small(
             x0_ptr + start, at, at, before + start + at, weight_decay, eps, grad_scale, weight,
             one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_bfloat16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, live, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_bfloat16_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
+                x0_ptr + start, few, live, before + start + few, weight_decay, eps, grad_scale, weight,
+                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -1408,25 +1457,19 @@ def madgrad_float16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
-    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
-    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -1435,15 +1478,21 @@ def madgrad_float16_has_momentum_tile(
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
+    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
+    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s_value)                    # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
@@ -1454,6 +1503,12 @@ def madgrad_float16_has_momentum_tile(
     z = tl.fma(minus(s), reciprocal(tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
+    put(x0_ptr, at, x0, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1462,48 +1517,42 @@ def madgrad_float16_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
     grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     p_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     p_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    put(x0_ptr, at, x0, live, MASKED)
 
 
 @triton.jit
@@ -1529,14 +1578,16 @@ def madgrad_float16_has_momentum(
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1549,6 +1600,9 @@ def madgrad_float16_has_momentum(
                 one_minus_momentum, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1561,6 +1615,7 @@ def madgrad_float16_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_float16_has_momentum_tile(
@@ -1579,17 +1634,18 @@ def madgrad_float16_has_momentum(
                 at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight,
                 one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, live, live_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_float16_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, weight, one_over_0p1111111111111111,
+                    one_minus_momentum, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1600,26 +1656,26 @@ def madgrad_float16_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     s = get(s_ptr, at, live, MASKED)
+    grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                    # 24  g = l2(g, p, weight_decay)
-    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = tl.fma(weight, g, s)                          # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(weight, g * g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_mul = one_over_0p1111111111111111 * grad_sum_sq
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(grad_sum_sq, reciprocal(p_bitcast * p_bitcast), p_bitcast + p_bitcast)
@@ -1630,6 +1686,14 @@ def madgrad_float16_has_momentum_small_tile(
     z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), 0.3333333333333333 * tl.fma(p_mul, reciprocal(p_fma * p_fma), p_mul_2 + p_mul_2), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)          # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
+    put(x0_ptr, at, x0, live, MASKED)
+    put(s_ptr, at, s, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1638,24 +1702,16 @@ def madgrad_float16_has_momentum_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
-    put(x0_ptr, at, x0, live, MASKED)
 
 
 @triton.jit
@@ -1677,7 +1733,9 @@ def madgrad_float16_has_momentum_small(
     x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1688,6 +1746,7 @@ def madgrad_float16_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             madgrad_float16_has_momentum_small_tile(
@@ -1704,15 +1763,15 @@ def madgrad_float16_has_momentum_small(
             x0_ptr + start, at, at, before + start + at, weight_decay, eps, grad_scale, weight,
             one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, live, before + start + at, weight_decay, eps, grad_scale, weight,
-            one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float16_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
+                x0_ptr + start, few, live, before + start + few, weight_decay, eps, grad_scale, weight,
+                one_over_0p1111111111111111, one_minus_momentum, step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
@@ -1733,10 +1792,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "madgrad_float32": {"maxnreg": 96},
+    "madgrad_float32": {"maxnreg": 64},
     "madgrad_float32_small": {"maxnreg": 64},
-    "madgrad_bfloat16": {"maxnreg": 96},
+    "madgrad_bfloat16": {"maxnreg": 64},
     "madgrad_bfloat16_small": {"maxnreg": 64},
-    "madgrad_float16": {"maxnreg": 96},
+    "madgrad_float16": {"maxnreg": 64},
     "madgrad_float16_small": {"maxnreg": 64},
 }
