@@ -54,7 +54,8 @@ def _run(assembly: str, outputs: int, inputs: list[int]) -> list[int]:
 
 def _assembly(helper: str) -> str:
     """The string that `helper` gives to inline_asm_elementwise."""
-    found = re.search(r'inline_asm_elementwise\(\s*("""|")(.*?)\1', inspect.getsource(getattr(triton_prelude, helper).fn), re.DOTALL)
+    source = inspect.getsource(getattr(triton_prelude, helper).fn)
+    found = re.search(r'inline_asm_elementwise\(\s*("""|")(.*?)\1', source, re.DOTALL)
     assert found is not None
     return found[2]
 
