@@ -24,7 +24,10 @@ SLACK = 1.03  # the compilers' own scheduling moves a count by 1 to 2 %
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # (kernel, target) -> most instructions per element, from what memory lets through at the target's clock rate.
 LIMITS = {
+    ("adamw.int8_split24", "sm_90"): 66,
     ("adamw.int8_rn_split24", "sm_90"): 50,
+    ("adamw.int8_rn_split24", "sm_100"): 43,
+    ("adamw.int8_rn_split24", "gfx942"): 38,
     ("lion.int8_split24", "sm_90"): 46,
     ("lion.int8_rn_split24", "sm_90"): 38,
     ("sgd.int8_split24", "sm_90"): 42,
@@ -76,16 +79,12 @@ def test_nothing_spills_and_no_value_goes_through_shared_memory(
             assert kind not in row["classes"], (key, kind)
 
 
-def test_registers_leave_room_for_enough_warps(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """64 Ki registers per processor, shared by one-warp programs, each of which has 256 elements' loads under way.
-
-    20 KiB are what a latency of a microsecond takes at the memory's rate; a processor needs as many warps as that.
-    """
+def test_registers_leave_room_for_as_many_programs_as_a_processor_holds(
+    stats: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    """64 Ki registers per processor and 32 programs of one warp at most."""
     for (kernel, target), row in stats.items():
-        if target.startswith("sm_"):
-            warps = (1 << 16) // (32 * row["registers"])
-            read = sum(int(bits) // 8 * count for bits, count in row["loads"].items()) / row["elements_per_thread"]
-            assert warps * 256 * read >= 20 << 10, (kernel, target)
+        assert row["registers"] <= 64 or not target.startswith("sm_"), (kernel, target)
 
 
 def test_accesses_are_as_wide_as_eight_elements(stats: dict[tuple[str, str], dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from optgen.backends.idioms import idiom, printed
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, number
 from optgen.backends.reference import assemble, bound_lines
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Buffer, Let, Program, Schedule
+from optgen.ir.program import Buffer, Let, Program, Schedule, Store
 from optgen.ir.ranges import Interval, ranges
 from optgen.ops import spaces
 from optgen.ops.dtypes import DType
@@ -221,11 +221,8 @@ def tile_elements(schedule: Schedule) -> int:
 
 def registers(schedule: Schedule) -> int | None:
     """Registers per thread that the kernel fits in without spilling, counted on sm_80 to sm_100; None: no limit."""
-    blocked = {b.owner for b in schedule.program.buffers if b.space.name == "block"}
-    random = any(n.op == "index" for n in postorder(schedule.program.roots()))
-    if len({b.owner for b in schedule.program.buffers if b.role == "state"}) > 2:
-        return None
-    return {0: 64, 1: 64, 2: 96 if random else 72}[len(blocked)]
+    states = {b.owner for b in schedule.program.buffers if b.role == "state"}
+    return 64 if len(states) <= 2 else None
 
 
 def _pointers(program: Program) -> list[str]:
@@ -239,19 +236,31 @@ def _comment(b: Buffer) -> str:
     return f"{dtype} {shape}  {access}"
 
 
+def _put(program: Program, s: Store, printer: TritonPrinter) -> str:
+    block = program.buffer(s.buffer).space.name == "block"
+    at, live = ("at_block", "live_block") if block else ("at", "live")
+    value = printer.text(s.node)
+    if not block and s.node.space != spaces.elem:
+        value = f"tl.broadcast_to({value if s.node.space == spaces.host else value + '[:, None]'}, at.shape)"
+    return f"put({s.buffer}_ptr, {at}, {value}, {live}, MASKED)"
+
+
 def _tile(schedule: Schedule, function: str, source: str) -> list[str]:
     """The tile function: decode, update, encode."""
     program, (sweep,) = schedule.program, schedule.sweeps
     roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
     printer = TritonPrinter(program, ranges(roots, scalar_ranges(program)))
-    lines = bound_lines(_lets(schedule), printer)
-    for s in sweep.stores:
-        block = program.buffer(s.buffer).space.name == "block"
-        at, live = ("at_block", "live_block") if block else ("at", "live")
-        value = printer.text(s.node)
-        if not block and s.node.space != spaces.elem:
-            value = f"tl.broadcast_to({value if s.node.space == spaces.host else value + '[:, None]'}, at.shape)"
-        lines["encode"].append((f"put({s.buffer}_ptr, {at}, {value}, {live}, MASKED)", ""))
+    # A store stands where its value is known: what only it reads is needed no longer.
+    lets, waiting = _lets(schedule), list(sweep.stores)
+    lines = bound_lines((), printer)
+    for i, let in enumerate(lets):
+        for stage, new in bound_lines((let,), printer).items():
+            lines[stage] += new
+        later = {x.node.uid for x in lets[i + 1 :]}
+        for s in [s for s in waiting if later.isdisjoint(n.uid for n in printed([s.node]))]:
+            waiting.remove(s)
+            lines["encode"].append((_put(program, s, printer), ""))
+    lines["encode"] += [(_put(program, s, printer), "") for s in waiting]
     host = [let.name for let in program.host]
     names = [*_pointers(program), *_places(schedule), *host, *keys(schedule), "MASKED: tl.constexpr"]
     out = ["@triton.jit", *wrapped(f"def {function}_tile(", names)]
@@ -312,7 +321,7 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
 # What the kernel names itself: a scalar of that name is spelled with an underscore there.
 LOCALS = frozenset(
     "table work item row first numel columns at at_block blocks per_row block tile start lane where live live_block "
-    "origin count before number pair odd".split()
+    "origin count before number pair odd part end few few_blocks".split()
 )
 
 
@@ -351,18 +360,23 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
         return [indent + x for x in wrapped(f"{function}_tile(", names, close=")")]
 
     pad = " " * 4
+    # Masked elements come one by one, in a register each: half as many at a time, lest registers spill.
     if block == 1:
+        out.append("    LESS: tl.constexpr = TILE // 2")
         out.append("    at = tl.arange(0, TILE)")
+        out.append("    few = tl.arange(0, LESS)")
     else:
         out.append(f"    BLOCKS: tl.constexpr = TILE // {block}")
-        out.append("    at_block = tl.arange(0, BLOCKS)")
-        out.append(f"    at = at_block[:, None] * {block} + tl.arange(0, {block})[None, :]")
+        out.append("    FEW: tl.constexpr = (BLOCKS + 1) // 2")
+        out.append(f"    LESS: tl.constexpr = FEW * {block}")
+        out.append("    few_blocks = tl.arange(0, FEW)")
         out.append("    if RAGGED:")
         out.append("        # Rows end within a block: tiles count blocks row by row, every access is masked.")
         out.append(f"        per_row = (columns + {block - 1}) // {block}")
         out.append("        blocks = numel // columns * per_row")
-        out.append("        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):")
-        out.append("            block = tile * BLOCKS + at_block")
+        out.append("        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))")
+        out.append("        for tile in range(first * (BLOCKS // FEW), end):")
+        out.append("            block = tile * FEW + few_blocks")
         out.append("            start = block // per_row * columns")
         out.append(f"            lane = (block % per_row * {block})[:, None] + tl.arange(0, {block})[None, :]")
         out.append("            where = start[:, None] + lane")
@@ -374,6 +388,9 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
         out += call(" " * 12, "", "", "True", **ragged)
         out.append("    else:")
         pad = " " * 8
+        out.append(f"{pad}at_block = tl.arange(0, BLOCKS)")
+        out.append(f"{pad}at = at_block[:, None] * {block} + tl.arange(0, {block})[None, :]")
+        out.append(f"{pad}few = few_blocks[:, None] * {block} + tl.arange(0, {block})[None, :]")
     # Addresses move to the item's first tile once, in int64; from there int32 offsets reach.
     out.append(f"{pad}origin = first * TILE")
     out += [f"{pad}{b.name}_ptr += {'first * BLOCKS' if b.space.size else 'origin'}" for b in program.buffers]
@@ -383,6 +400,8 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     # Pairs are unrolled here, not by the compiler: what is known to lie a tile further on needs no address of its own.
     full = dict(at="at", at_block="at_block", live="at", live_block="at_block")
     out.append(f"{pad}for pair in range(0, count // (2 * TILE)):")
+    if counted:  # An address a tensor carried around the loop is what registers then do not hold.
+        out.append(f"{pad}    pair = opaque(pair)")
     out.append(f"{pad}    start = pair * (2 * TILE)")
     out.append(f"{pad}    for odd in tl.static_range(2):")
     further = "start + odd * TILE", "pair * (2 * BLOCKS) + odd * BLOCKS"
@@ -391,14 +410,16 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     out.append(f"{pad}start = tile * TILE")
     out.append(f"{pad}if start + TILE <= count:")
     out += call(f"{pad}    ", "start", "tile * BLOCKS", "False", **full, index="before + start + at")
-    out.append(f"{pad}tile = count // TILE")
-    out.append(f"{pad}start = tile * TILE")
-    out.append(f"{pad}if start < count:")
-    out.append(f"{pad}    live = at < count - start")
+    # No loop, which would carry the address of every element.
+    out.append(f"{pad}for part in tl.static_range(TILE // LESS):")
+    out.append(f"{pad}    start = count // TILE * TILE + part * LESS")
+    out.append(f"{pad}    if start < count:")
+    out.append(f"{pad}        live = few < count - start")
     if block > 1:
-        out.append(f"{pad}    live_block = at_block * {block} < count - start")
-    partial = dict(at="at", at_block="at_block", live="live", live_block="live_block")
-    out += call(f"{pad}    ", "start", "tile * BLOCKS", "True", **partial, index="before + start + at")
+        out.append(f"{pad}        live_block = few_blocks * {block} < count - start")
+    partial = dict(at="few", at_block="few_blocks", live="live", live_block="live_block")
+    further = "start", "count // TILE * BLOCKS + part * FEW"
+    out += call(f"{pad}        ", *further, "True", **partial, index="before + start + few")
     return out
 
 
@@ -407,6 +428,8 @@ def helpers(schedules: list[Schedule]) -> list[str]:
     text = {"get", "put", "pointer"}
     for s in schedules:
         fast = s.program.maths == "fast"
+        if _is_counted(s.program):
+            text.add("opaque")
         for n in printed(s.program.roots()) if fast else postorder(s.program.roots()):
             found = idiom(n) if fast else None
             if found:

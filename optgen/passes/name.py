@@ -21,7 +21,7 @@ RESERVED = {
     *dir(builtins),
     *"tl triton torch g_ptr step_key stream_key MASKED at at_block live live_block index".split(),
     *"get put pointer reciprocal inverse rint sign minus rotl block_max block_min block_magnitude".split(),
-    *"widened counter joined byte".split(),
+    *"widened counter joined byte opaque".split(),
     *"b values scalars quotient sqrt Blocks".split(),
 }
 

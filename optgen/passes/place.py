@@ -1,14 +1,31 @@
-"""place: stores stand in the last sweep, in the order of the buffers; a state is never read back after it was encoded.
+"""place: stores stand in the last sweep, in the order of the buffers, and lets in the order in which stores need them.
+
+What the first store needs is computed first, within the three stages, so that a kernel that stores as soon as it can
+holds few values at a time: the weight, which every rule reads and no encoder does, is done before moments are encoded.
+A state is never read back after it was encoded.
 
 rewrite:
     stores in the order in which formats made them  ->  stores in buffer order
+    encode b = ... ; encode a = ... ; store a ; store b  ->  encode a = ... ; encode b = ... ; store a ; store b
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from optgen.ir.program import Schedule
+from optgen.ir.node import postorder
+from optgen.ir.program import Let, Schedule, Stage, Store
+
+_STAGES: tuple[Stage, ...] = ("decode", "update", "encode")
+
+
+def _ordered(lets: tuple[Let, ...], stores: tuple[Store, ...]) -> tuple[Let, ...]:
+    """The lets in the order in which the stores need them, stage by stage; then those that none needs."""
+    named = {let.node.uid: let for let in reversed(lets)}
+    needed = [named[n.uid] for n in postorder([s.node for s in stores]) if n.uid in named]
+    done = {let.node.uid for let in needed}
+    rest = [let for let in lets if let.node.uid not in done]
+    return tuple(sorted([*needed, *rest], key=lambda let: _STAGES.index(let.stage)))
 
 
 def place(schedule: Schedule) -> Schedule:
@@ -16,6 +33,7 @@ def place(schedule: Schedule) -> Schedule:
     order = {b.name: i for i, b in enumerate(schedule.program.buffers)}
     last = schedule.sweeps[-1]
     stores = tuple(sorted(last.stores, key=lambda s: order[s.buffer]))
-    if stores == last.stores:
+    lets = _ordered(last.lets, stores)
+    if (stores, lets) == (last.stores, last.lets):
         return schedule
-    return replace(schedule, sweeps=(*schedule.sweeps[:-1], replace(last, stores=stores)))
+    return replace(schedule, sweeps=(*schedule.sweeps[:-1], replace(last, stores=stores, lets=lets)))

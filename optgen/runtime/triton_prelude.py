@@ -225,3 +225,13 @@ def byte(x, k: tl.constexpr):
     else:
         out = (x >> 8 * k).to(tl.uint8)
     return out
+
+
+@triton.jit
+def opaque(x):
+    """The int32 x, of which compilers know no more: a loop's counter, say, of which they make no running addresses."""
+    if machine() == "cuda":
+        out = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
+    else:
+        out = x
+    return out

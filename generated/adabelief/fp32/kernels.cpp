@@ -44,16 +44,16 @@ struct adabelief_float32 {
 
         // -- elements: decode, update  (specs/adabelief.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_var = load(exp_avg_var_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
+            const F p = load(p_at + i);
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
             store(p_at + i, p_3);
@@ -88,18 +88,18 @@ struct adabelief_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                    // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_var = load(exp_avg_var_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 20  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);                    // bf16, nearest
             const F g_cast = g_stored;
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g_cast, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
+            const F p_2 = one_minus_lr_times_weight_decay * p;       // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
             const I p_x_bits = bits(p_3);
@@ -136,18 +136,18 @@ struct adabelief_float16 {
 
         // -- elements: decode, update  (specs/adabelief.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                        // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_var = load(exp_avg_var_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 20  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                        // f16, nearest
             const F g_cast = g_stored;
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g_cast, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
+            const F p_2 = one_minus_lr_times_weight_decay * p;       // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
             store(p_at + i, narrow_half(p_3));

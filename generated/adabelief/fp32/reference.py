@@ -35,10 +35,10 @@ def adabelief_float32(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_var = b.elements(exp_avg_var_tensor)
     # -- update  (specs/adabelief.py)
     p = p * one_minus_lr_times_weight_decay                       # 20  p = decoupled(p, lr, weight_decay)
@@ -70,11 +70,11 @@ def adabelief_bfloat16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_var = b.elements(exp_avg_var_tensor)
     # -- update  (specs/adabelief.py)
     p = p * one_minus_lr_times_weight_decay                       # 20  p = decoupled(p, lr, weight_decay)
@@ -108,11 +108,11 @@ def adabelief_float16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_var = b.elements(exp_avg_var_tensor)
     # -- update  (specs/adabelief.py)
     p = p * one_minus_lr_times_weight_decay                       # 20  p = decoupled(p, lr, weight_decay)

@@ -30,23 +30,23 @@ def adabelief_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_var = get(exp_avg_var_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adabelief.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 20  p = decoupled(p, lr, weight_decay)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g, minus(exp_avg))                        # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
+    p = one_minus_lr_times_weight_decay * p                                 # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_var_ptr, at, exp_avg_var, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -66,7 +66,9 @@ def adabelief_float32(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_var_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -90,15 +92,15 @@ def adabelief_float32(
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
             scalar_4, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adabelief_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, live, beta1, beta2, eps,
-            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-            scalar_4, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adabelief_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+                scalar_4, True,
+            )
 
 
 @triton.jit
@@ -109,27 +111,27 @@ def adabelief_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_var = get(exp_avg_var_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adabelief.py)
-    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     g_cast = widened(g_stored)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g_cast, minus(exp_avg))  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
+    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_var_ptr, at, exp_avg_var, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_var_ptr, at, exp_avg_var, live, MASKED)
 
 
 @triton.jit
@@ -149,7 +151,9 @@ def adabelief_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_var_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -173,15 +177,15 @@ def adabelief_bfloat16(
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
             scalar_4, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adabelief_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, live, beta1, beta2, eps,
-            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-            scalar_4, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adabelief_bfloat16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+                scalar_4, True,
+            )
 
 
 @triton.jit
@@ -192,25 +196,25 @@ def adabelief_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_var = get(exp_avg_var_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adabelief.py)
-    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g_cast, minus(exp_avg))  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
+    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_var_ptr, at, exp_avg_var, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
@@ -230,7 +234,9 @@ def adabelief_float16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_var_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -254,15 +260,15 @@ def adabelief_float16(
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
             scalar_4, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adabelief_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, live, beta1, beta2, eps,
-            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-            scalar_4, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adabelief_float16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+                scalar_4, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

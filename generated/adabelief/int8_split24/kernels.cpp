@@ -102,6 +102,7 @@ struct adabelief_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F g = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -110,20 +111,19 @@ struct adabelief_float32 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_var = exp_avg_var_value * exp_avg_var_value;
                 const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;            // 20  p = decoupled(p, lr, weight_decay)
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 const F surprise = fma(grad_scale, g, -exp_avg);              // 22  surprise = g - exp_avg
                 // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
                 const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
                 const F g_sqrt = sqrt(exp_avg_var_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;            // 20  p = decoupled(p, lr, weight_decay)
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                const F g_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(exp_avg);
                 const I exp_avg_var_pattern = bits(g_sqrt);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_var_pattern, i, end);
@@ -151,13 +151,13 @@ struct adabelief_float32 {
             const I exp_avg_var_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_var_units = min(max(exp_avg_var_above - max(exp_avg_var_below, I(128)), I(1)), I(64));
             const I exp_avg_var_first = exp_avg_var_above - exp_avg_var_units;
-            const I exp_avg_var_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_var_units))), I(255));
             const I exp_avg_var_start = exp_avg_var_first << 22;
-            const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
             const I exp_avg_var_half = exp_avg_var_units * 10240;
             const I exp_avg_var_base = exp_avg_var_start + exp_avg_var_half;
-            const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_var_base;
+            const I exp_avg_var_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_var_units))), I(255));
+            const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
+            const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I exp_avg_var_header_2 = exp_avg_var_first + -128 << 8 | exp_avg_var_cells_2;
             store(g_mul_kept + b, g_mul);
             store(g_add_kept + b, g_add);
@@ -215,16 +215,16 @@ struct adabelief_float32_small {
 
         // -- elements: decode, update  (specs/adabelief.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_var = load(exp_avg_var_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
+            const F p = load(p_at + i);
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
             store(p_at + i, p_3);
@@ -318,20 +318,19 @@ struct adabelief_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const I exp_avg_var_code = load(exp_avg_var_at + i);
                 const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + exp_avg_var_code * exp_avg_var_step);
-                const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_var = exp_avg_var_value * exp_avg_var_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;            // 20  p = decoupled(p, lr, weight_decay)
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -339,15 +338,16 @@ struct adabelief_bfloat16 {
                 // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
                 const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
                 const F g_sqrt = sqrt(exp_avg_var_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;            // 20  p = decoupled(p, lr, weight_decay)
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(exp_avg);
-                const I exp_avg_var_pattern = bits(g_sqrt);
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const F g_abs = abs(exp_avg);
+                const I exp_avg_var_pattern = bits(g_sqrt);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_var_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_var_pattern, i, end);
@@ -375,13 +375,13 @@ struct adabelief_bfloat16 {
             const I exp_avg_var_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_var_units = min(max(exp_avg_var_above - max(exp_avg_var_below, I(128)), I(1)), I(64));
             const I exp_avg_var_first = exp_avg_var_above - exp_avg_var_units;
-            const I exp_avg_var_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_var_units))), I(255));
             const I exp_avg_var_start = exp_avg_var_first << 22;
-            const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
             const I exp_avg_var_half = exp_avg_var_units * 10240;
             const I exp_avg_var_base = exp_avg_var_start + exp_avg_var_half;
-            const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_var_base;
+            const I exp_avg_var_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_var_units))), I(255));
+            const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
+            const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I exp_avg_var_header_2 = exp_avg_var_first + -128 << 8 | exp_avg_var_cells_2;
             store(g_mul_kept + b, g_mul);
             store(g_add_kept + b, g_add);
@@ -456,21 +456,21 @@ struct adabelief_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));    // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_var = load(exp_avg_var_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 20  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + -32768 + (p_low << 8));    // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g_cast, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
+            const F p_2 = one_minus_lr_times_weight_decay * p;       // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_3, scalar_4), p_2);
             const I word_and = lane(i);
@@ -570,26 +570,25 @@ struct adabelief_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const I exp_avg_var_code = load(exp_avg_var_at + i);
                 const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + exp_avg_var_code * exp_avg_var_step);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_var = exp_avg_var_value * exp_avg_var_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;            // 20  p = decoupled(p, lr, weight_decay)
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_cast = g_stored;
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -597,26 +596,27 @@ struct adabelief_float16 {
                 // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
                 const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
                 const F g_sqrt = sqrt(exp_avg_var_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;            // 20  p = decoupled(p, lr, weight_decay)
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                const I g_bitcast = bits(p_3);
+                const I p_sign = g_bitcast >> 16 & 32768;
+                const I p_magnitude = g_bitcast & 2147483647;
+                const F g_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(exp_avg);
-                const I exp_avg_var_pattern = bits(g_sqrt);
-                const I g_bitcast = bits(p_3);
-                const I p_magnitude = g_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F g_abs = abs(exp_avg);
+                const I exp_avg_var_pattern = bits(g_sqrt);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_var_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_var_pattern, i, end);
@@ -644,13 +644,13 @@ struct adabelief_float16 {
             const I exp_avg_var_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_var_units = min(max(exp_avg_var_above - max(exp_avg_var_below, I(128)), I(1)), I(64));
             const I exp_avg_var_first = exp_avg_var_above - exp_avg_var_units;
-            const I exp_avg_var_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_var_units))), I(255));
             const I exp_avg_var_start = exp_avg_var_first << 22;
-            const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
             const I exp_avg_var_half = exp_avg_var_units * 10240;
             const I exp_avg_var_base = exp_avg_var_start + exp_avg_var_half;
-            const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_var_base;
+            const I exp_avg_var_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_var_units))), I(255));
+            const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
+            const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I exp_avg_var_header_2 = exp_avg_var_first + -128 << 8 | exp_avg_var_cells_2;
             store(g_mul_kept + b, g_mul);
             store(g_add_kept + b, g_add);
@@ -725,44 +725,44 @@ struct adabelief_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I p_offset = p_low + -128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_var = load(exp_avg_var_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 20  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const I p_offset = p_low + -128;
+            const I p_wide = ((p_high & 32767) << 8) + p_offset;
+            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
+            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            // f16 and 8 more bits, stochastic
+            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F surprise = fma(grad_scale, g_cast, -exp_avg_2);  // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
+            const F p_2 = one_minus_lr_times_weight_decay * p;       // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_3, scalar_4), p_2);
+            const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
+            const I p_magnitude = g_bitcast & 2147483647;
+            const F g_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * g_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I g_bitcast = bits(p_3);
-            const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -31,6 +31,7 @@ def adabelief_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -49,9 +50,7 @@ def adabelief_float32_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_var = exp_avg_var_value * exp_avg_var_value
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adabelief.py)
-    p = one_minus_lr_times_weight_decay * p           # 20  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
@@ -59,9 +58,19 @@ def adabelief_float32_tile(
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     g_sqrt = tl.sqrt(exp_avg_var)
+    p = one_minus_lr_times_weight_decay * p           # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    g_abs = tl.abs(exp_avg)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -70,32 +79,23 @@ def adabelief_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_abs = tl.abs(exp_avg)
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     exp_avg_var_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_var_above = (tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_var_below = block_min(exp_avg_var_pattern, live, MASKED) + -524288 >> 22
     exp_avg_var_units = tl.minimum(tl.maximum(exp_avg_var_above - tl.maximum(exp_avg_var_below, 128), 1), 64)
     exp_avg_var_first = exp_avg_var_above - exp_avg_var_units
-    exp_avg_var_cells = tl.minimum((256.5 * inverse(exp_avg_var_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_var_start = exp_avg_var_first << 22
-    exp_avg_var_scale = exp_avg_var_cells << 2
     exp_avg_var_half = exp_avg_var_units * 10240
     exp_avg_var_base = exp_avg_var_start + exp_avg_var_half
+    g_sub = 1601175552 - exp_avg_var_base
+    exp_avg_var_cells = tl.minimum((256.5 * inverse(exp_avg_var_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_var_scale = exp_avg_var_cells << 2
     g_add = exp_avg_var_half * exp_avg_var_scale + -8388608
     exp_avg_var_offset = ((noise & 4095) << 12 | 2048) + g_add[:, None]
-    g_sub = 1601175552 - exp_avg_var_base
     exp_avg_var_position = tl.maximum(tl.minimum(exp_avg_var_pattern - exp_avg_var_base[:, None], g_sub[:, None]), 0) * exp_avg_var_scale[:, None] + exp_avg_var_offset
-    exp_avg_var_header = exp_avg_var_first + -128 << 8 | exp_avg_var_cells
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_var_ptr, at, byte(exp_avg_var_position, 3), live, MASKED)
+    exp_avg_var_header = exp_avg_var_first + -128 << 8 | exp_avg_var_cells
     put(exp_avg_var_range_ptr, at_block, exp_avg_var_header.to(tl.int16), live_block, MASKED)
 
 
@@ -121,14 +121,16 @@ def adabelief_float32(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -141,6 +143,9 @@ def adabelief_float32(
                 one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -151,6 +156,7 @@ def adabelief_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adabelief_float32_tile(
@@ -169,17 +175,18 @@ def adabelief_float32(
                 before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adabelief_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adabelief_float32_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
+                    exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -190,23 +197,23 @@ def adabelief_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_var = get(exp_avg_var_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adabelief.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 20  p = decoupled(p, lr, weight_decay)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g, minus(exp_avg))                        # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
+    p = one_minus_lr_times_weight_decay * p                                 # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_var_ptr, at, exp_avg_var, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -226,7 +233,9 @@ def adabelief_float32_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_var_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -250,15 +259,15 @@ def adabelief_float32_small(
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
             scalar_4, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adabelief_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, live, beta1, beta2, eps,
-            grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-            scalar_4, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adabelief_float32_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+                scalar_4, True,
+            )
 
 
 @triton.jit
@@ -270,8 +279,7 @@ def adabelief_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -287,13 +295,13 @@ def adabelief_bfloat16_tile(
     exp_avg_var_middle = tl.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
     exp_avg_var_code = get(exp_avg_var_ptr, at, live, MASKED)
     exp_avg_var_value = (exp_avg_var_middle[:, None] + exp_avg_var_code.to(tl.int32) * exp_avg_var_step[:, None]).to(tl.float32, bitcast=True)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_var = exp_avg_var_value * exp_avg_var_value
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adabelief.py)
-    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -302,6 +310,7 @@ def adabelief_bfloat16_tile(
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     g_sqrt = tl.sqrt(exp_avg_var)
+    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
@@ -313,35 +322,35 @@ def adabelief_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     exp_avg_var_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_var_above = (tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_var_below = block_min(exp_avg_var_pattern, live, MASKED) + -524288 >> 22
     exp_avg_var_units = tl.minimum(tl.maximum(exp_avg_var_above - tl.maximum(exp_avg_var_below, 128), 1), 64)
     exp_avg_var_first = exp_avg_var_above - exp_avg_var_units
-    exp_avg_var_cells = tl.minimum((256.5 * inverse(exp_avg_var_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_var_start = exp_avg_var_first << 22
-    exp_avg_var_scale = exp_avg_var_cells << 2
     exp_avg_var_half = exp_avg_var_units * 10240
     exp_avg_var_base = exp_avg_var_start + exp_avg_var_half
+    g_sub = 1601175552 - exp_avg_var_base
+    exp_avg_var_cells = tl.minimum((256.5 * inverse(exp_avg_var_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_var_scale = exp_avg_var_cells << 2
     g_add = exp_avg_var_half * exp_avg_var_scale + -8388608
     exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add[:, None]
-    g_sub = 1601175552 - exp_avg_var_base
     exp_avg_var_position = tl.maximum(tl.minimum(exp_avg_var_pattern - exp_avg_var_base[:, None], g_sub[:, None]), 0) * exp_avg_var_scale[:, None] + exp_avg_var_offset
-    exp_avg_var_header = exp_avg_var_first + -128 << 8 | exp_avg_var_cells
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_var_ptr, at, byte(exp_avg_var_position, 3), live, MASKED)
+    exp_avg_var_header = exp_avg_var_first + -128 << 8 | exp_avg_var_cells
     put(exp_avg_var_range_ptr, at_block, exp_avg_var_header.to(tl.int16), live_block, MASKED)
 
 
@@ -368,14 +377,16 @@ def adabelief_bfloat16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -388,6 +399,9 @@ def adabelief_bfloat16(
                 one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -399,6 +413,7 @@ def adabelief_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adabelief_bfloat16_tile(
@@ -419,18 +434,18 @@ def adabelief_bfloat16(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adabelief_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adabelief_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
+                    exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -441,24 +456,26 @@ def adabelief_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_var = get(exp_avg_var_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adabelief.py)
-    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     g_cast = widened(g_stored)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g_cast, minus(exp_avg))  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
+    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_var_ptr, at, exp_avg_var, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -468,11 +485,9 @@ def adabelief_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_var_ptr, at, exp_avg_var, live, MASKED)
 
 
 @triton.jit
@@ -494,7 +509,9 @@ def adabelief_bfloat16_small(
     exp_avg_var_ptr = pointer(row + 4, tl.float32, ALIGNED)           # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -504,6 +521,7 @@ def adabelief_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adabelief_bfloat16_small_tile(
@@ -520,15 +538,15 @@ def adabelief_bfloat16_small(
             at, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adabelief_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at,
-            live, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adabelief_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
+                live, before + start + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -540,15 +558,7 @@ def adabelief_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -564,13 +574,20 @@ def adabelief_float16_tile(
     exp_avg_var_middle = tl.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
     exp_avg_var_code = get(exp_avg_var_ptr, at, live, MASKED)
     exp_avg_var_value = (exp_avg_var_middle[:, None] + exp_avg_var_code.to(tl.int32) * exp_avg_var_step[:, None]).to(tl.float32, bitcast=True)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_var = exp_avg_var_value * exp_avg_var_value
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adabelief.py)
-    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -579,9 +596,15 @@ def adabelief_float16_tile(
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
     g_sqrt = tl.sqrt(exp_avg_var)
+    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -590,46 +613,41 @@ def adabelief_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     exp_avg_var_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_var_above = (tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_var_below = block_min(exp_avg_var_pattern, live, MASKED) + -524288 >> 22
     exp_avg_var_units = tl.minimum(tl.maximum(exp_avg_var_above - tl.maximum(exp_avg_var_below, 128), 1), 64)
     exp_avg_var_first = exp_avg_var_above - exp_avg_var_units
-    exp_avg_var_cells = tl.minimum((256.5 * inverse(exp_avg_var_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_var_start = exp_avg_var_first << 22
-    exp_avg_var_scale = exp_avg_var_cells << 2
     exp_avg_var_half = exp_avg_var_units * 10240
     exp_avg_var_base = exp_avg_var_start + exp_avg_var_half
+    g_sub = 1601175552 - exp_avg_var_base
+    exp_avg_var_cells = tl.minimum((256.5 * inverse(exp_avg_var_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_var_scale = exp_avg_var_cells << 2
     g_add = exp_avg_var_half * exp_avg_var_scale + -8388608
     exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add[:, None]
-    g_sub = 1601175552 - exp_avg_var_base
     exp_avg_var_position = tl.maximum(tl.minimum(exp_avg_var_pattern - exp_avg_var_base[:, None], g_sub[:, None]), 0) * exp_avg_var_scale[:, None] + exp_avg_var_offset
-    exp_avg_var_header = exp_avg_var_first + -128 << 8 | exp_avg_var_cells
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_avg_var_ptr, at, byte(exp_avg_var_position, 3), live, MASKED)
+    exp_avg_var_header = exp_avg_var_first + -128 << 8 | exp_avg_var_cells
     put(exp_avg_var_range_ptr, at_block, exp_avg_var_header.to(tl.int16), live_block, MASKED)
 
 
@@ -656,14 +674,16 @@ def adabelief_float16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -676,6 +696,9 @@ def adabelief_float16(
                 one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -687,6 +710,7 @@ def adabelief_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adabelief_float16_tile(
@@ -707,18 +731,18 @@ def adabelief_float16(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adabelief_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adabelief_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
+                    exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -729,31 +753,38 @@ def adabelief_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_var = get(exp_avg_var_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adabelief.py)
-    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     surprise = tl.fma(grad_scale, g_cast, minus(exp_avg))  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
+    p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_var_ptr, at, exp_avg_var, live, MASKED)
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -762,23 +793,16 @@ def adabelief_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_var_ptr, at, exp_avg_var, live, MASKED)
 
 
 @triton.jit
@@ -800,7 +824,9 @@ def adabelief_float16_small(
     exp_avg_var_ptr = pointer(row + 4, tl.float32, ALIGNED)           # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -810,6 +836,7 @@ def adabelief_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adabelief_float16_small_tile(
@@ -826,15 +853,15 @@ def adabelief_float16_small(
             at, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adabelief_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at,
-            live, before + start + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adabelief_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
+                live, before + start + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
@@ -849,10 +876,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "adabelief_float32": {"maxnreg": 96},
+    "adabelief_float32": {"maxnreg": 64},
     "adabelief_float32_small": {"maxnreg": 64},
-    "adabelief_bfloat16": {"maxnreg": 96},
+    "adabelief_bfloat16": {"maxnreg": 64},
     "adabelief_bfloat16_small": {"maxnreg": 64},
-    "adabelief_float16": {"maxnreg": 96},
+    "adabelief_float16": {"maxnreg": 64},
     "adabelief_float16_small": {"maxnreg": 64},
 }

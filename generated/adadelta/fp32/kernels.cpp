@@ -41,21 +41,21 @@ struct adadelta_float32 {
 
         // -- elements: decode, update  (specs/adadelta.py)
         for (int i = 0; i < count; i += W) {
+            const F acc_delta = load(acc_delta_at + i);
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F square_avg = load(square_avg_at + i);
-            const F acc_delta = load(acc_delta_at + i);
+            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
-            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_3;
+            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
             const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_3 * acc_delta_sqrt * p_rcp, g_3, rho * acc_delta);
-            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);
@@ -85,22 +85,22 @@ struct adadelta_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
+            const F acc_delta = load(acc_delta_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                                    // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
-            const F acc_delta = load(acc_delta_at + i);
+            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_2;
+            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
             const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
-            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -132,22 +132,22 @@ struct adadelta_float16 {
 
         // -- elements: decode, update  (specs/adadelta.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
+            const F acc_delta = load(acc_delta_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                                        // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
-            const F acc_delta = load(acc_delta_at + i);
+            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_2;
+            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
             const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
-            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             store(p_at + i, narrow_half(p_2));
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);

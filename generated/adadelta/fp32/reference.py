@@ -30,19 +30,19 @@ def adadelta_float32(
         p_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    acc_delta = b.elements(acc_delta_tensor)
+    square_avg = b.elements(square_avg_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
-    square_avg = b.elements(square_avg_tensor)
-    acc_delta = b.elements(acc_delta_tensor)
     # -- update  (specs/adadelta.py)
     g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
     square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = p - lr * delta                                           # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
-    p = p - lr * delta                                           # 23  p = p - lr * delta
     # -- encode and store
     b.store(p_tensor, p)
     b.store(square_avg_tensor, square_avg)
@@ -59,20 +59,20 @@ def adadelta_bfloat16(
         p_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    square_avg = b.elements(square_avg_tensor)
     acc_delta = b.elements(acc_delta_tensor)
+    square_avg = b.elements(square_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adadelta.py)
     g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
     square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = p - lr * delta                                           # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
-    p = p - lr * delta                                           # 23  p = p - lr * delta
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -91,20 +91,20 @@ def adadelta_float16(
         p_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    square_avg = b.elements(square_avg_tensor)
     acc_delta = b.elements(acc_delta_tensor)
+    square_avg = b.elements(square_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adadelta.py)
     g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
     square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = p - lr * delta                                           # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
-    p = p - lr * delta                                           # 23  p = p - lr * delta
     # -- encode and store
     b.store(p_tensor, p.to(torch.float16))
     b.store(square_avg_tensor, square_avg)

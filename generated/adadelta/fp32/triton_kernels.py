@@ -29,24 +29,24 @@ def adadelta_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    acc_delta = get(acc_delta_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
-    acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
+    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
+    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
-    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
     put(acc_delta_ptr, at, acc_delta, live, MASKED)
 
 
@@ -65,7 +65,9 @@ def adadelta_float32(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     acc_delta_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -87,14 +89,14 @@ def adadelta_float32(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
             weight_decay, grad_scale, one_minus_rho, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adadelta_float32_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, live, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adadelta_float32_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
+                weight_decay, grad_scale, one_minus_rho, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -104,28 +106,28 @@ def adadelta_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
+    acc_delta = get(acc_delta_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     square_avg = get(square_avg_ptr, at, live, MASKED)
-    acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
+    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
+    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
-    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(acc_delta_ptr, at, acc_delta, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(acc_delta_ptr, at, acc_delta, live, MASKED)
 
 
 @triton.jit
@@ -143,7 +145,9 @@ def adadelta_bfloat16(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     acc_delta_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -165,14 +169,14 @@ def adadelta_bfloat16(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
             weight_decay, grad_scale, one_minus_rho, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adadelta_bfloat16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, live, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adadelta_bfloat16_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
+                weight_decay, grad_scale, one_minus_rho, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -182,25 +186,25 @@ def adadelta_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    acc_delta = get(acc_delta_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     square_avg = get(square_avg_ptr, at, live, MASKED)
-    acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
+    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
+    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
-    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(acc_delta_ptr, at, acc_delta, live, MASKED)
 
 
@@ -219,7 +223,9 @@ def adadelta_float16(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     acc_delta_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -241,14 +247,14 @@ def adadelta_float16(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
             weight_decay, grad_scale, one_minus_rho, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adadelta_float16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, live, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adadelta_float16_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
+                weight_decay, grad_scale, one_minus_rho, minus_lr, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -45,10 +45,10 @@ struct adadelta_float32 {
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t square_avg_pattern_kept[TILE];
         alignas(64) int32_t acc_delta_pattern_kept[TILE];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_step_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
@@ -76,31 +76,31 @@ struct adadelta_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const I acc_delta_range = load(acc_delta_range_at + b);
             const I acc_delta_header = acc_delta_range;
             const I acc_delta_cells = max(acc_delta_header & 255, I(4));
             const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
             const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
+            const I square_avg_range = load(square_avg_range_at + b);
+            const I square_avg_header = square_avg_range;
+            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
+            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             store(acc_delta_middle_2_kept + b, acc_delta_middle_2);
             store(acc_delta_step_kept + b, acc_delta_step);
+            store(square_avg_middle_2_kept + b, square_avg_middle_2);
+            store(square_avg_step_kept + b, square_avg_step);
         }
 
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
+            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
+            const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
@@ -108,31 +108,31 @@ struct adadelta_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const I acc_delta_code = load(acc_delta_at + i);
+                const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_code * acc_delta_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F acc_delta = acc_delta_value * acc_delta_value;
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const I square_avg_code = load(square_avg_at + i);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
-                const I acc_delta_code = load(acc_delta_at + i);
-                const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_code * acc_delta_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F acc_delta = acc_delta_value * acc_delta_value;
-                const F p = load(p_at + i);
+                const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
                 const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
-                const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
                 const F delta = acc_delta_range_sqrt * p_rcp * g_3;
+                const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
                 // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
                 const F acc_delta_2 = fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g_3 * acc_delta_range_sqrt * p_rcp, g_3, rho * acc_delta);
-                const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
+                const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
@@ -159,25 +159,25 @@ struct adadelta_float32 {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I acc_delta_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
             const I acc_delta_below = smallest_of_block_2 + -524288 >> 22;
             const I acc_delta_units = min(max(acc_delta_above - max(acc_delta_below, I(128)), I(1)), I(64));
             const I acc_delta_first = acc_delta_above - acc_delta_units;
-            const I acc_delta_cells_2 = min(to_int(256.5f * (1.0f / to_float(acc_delta_units))), I(255));
             const I acc_delta_start = acc_delta_first << 22;
-            const I acc_delta_scale = acc_delta_cells_2 << 2;
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
-            const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_range_sub = 1601175552 - acc_delta_base;
+            const I acc_delta_cells_2 = min(to_int(256.5f * (1.0f / to_float(acc_delta_units))), I(255));
+            const I acc_delta_scale = acc_delta_cells_2 << 2;
+            const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -240,21 +240,21 @@ struct adadelta_float32_small {
 
         // -- elements: decode, update  (specs/adadelta.py)
         for (int i = 0; i < count; i += W) {
+            const F acc_delta = load(acc_delta_at + i);
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F square_avg = load(square_avg_at + i);
-            const F acc_delta = load(acc_delta_at + i);
+            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
-            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_3;
+            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
             const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_3 * acc_delta_sqrt * p_rcp, g_3, rho * acc_delta);
-            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);
@@ -289,10 +289,10 @@ struct adadelta_bfloat16 {
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t square_avg_pattern_kept[TILE];
         alignas(64) int32_t acc_delta_pattern_kept[TILE];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_step_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
@@ -320,31 +320,31 @@ struct adadelta_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const I acc_delta_range = load(acc_delta_range_at + b);
             const I acc_delta_header = acc_delta_range;
             const I acc_delta_cells = max(acc_delta_header & 255, I(4));
             const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
             const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
+            const I square_avg_range = load(square_avg_range_at + b);
+            const I square_avg_header = square_avg_range;
+            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
+            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             store(acc_delta_middle_2_kept + b, acc_delta_middle_2);
             store(acc_delta_step_kept + b, acc_delta_step);
+            store(square_avg_middle_2_kept + b, square_avg_middle_2);
+            store(square_avg_step_kept + b, square_avg_step);
         }
 
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
+            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
+            const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
@@ -352,38 +352,38 @@ struct adadelta_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
                 const I acc_delta_code = load(acc_delta_at + i);
                 const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_code * acc_delta_step);
-                const F p = as_float(p_high + -32768 + (p_low << 8));                    // bf16 and 8 more bits, stochastic
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F acc_delta = acc_delta_value * acc_delta_value;
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));                    // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I square_avg_code = load(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F square_avg = square_avg_value * square_avg_value;
+                const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
                 const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-                const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
                 const F delta = acc_delta_range_sqrt * p_rcp * g_2;
+                const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
                 // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
                 const F acc_delta_2 = fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g_2 * acc_delta_range_sqrt * p_rcp, g_2, rho * acc_delta);
-                const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I square_avg_pattern = bits(sqrt(square_avg_2));
+                const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 take_larger(largest_of_block_2, acc_delta_pattern, i, end);
@@ -410,25 +410,25 @@ struct adadelta_bfloat16 {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I acc_delta_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
             const I acc_delta_below = smallest_of_block_2 + -524288 >> 22;
             const I acc_delta_units = min(max(acc_delta_above - max(acc_delta_below, I(128)), I(1)), I(64));
             const I acc_delta_first = acc_delta_above - acc_delta_units;
-            const I acc_delta_cells_2 = min(to_int(256.5f * (1.0f / to_float(acc_delta_units))), I(255));
             const I acc_delta_start = acc_delta_first << 22;
-            const I acc_delta_scale = acc_delta_cells_2 << 2;
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
-            const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_range_sub = 1601175552 - acc_delta_base;
+            const I acc_delta_cells_2 = min(to_int(256.5f * (1.0f / to_float(acc_delta_units))), I(255));
+            const I acc_delta_scale = acc_delta_cells_2 << 2;
+            const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -508,25 +508,25 @@ struct adadelta_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F acc_delta = load(acc_delta_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));                    // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
-            const F acc_delta = load(acc_delta_at + i);
+            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_2;
+            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
             const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
-            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -567,10 +567,10 @@ struct adadelta_float16 {
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t square_avg_pattern_kept[TILE];
         alignas(64) int32_t acc_delta_pattern_kept[TILE];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_step_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
@@ -598,31 +598,31 @@ struct adadelta_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const I acc_delta_range = load(acc_delta_range_at + b);
             const I acc_delta_header = acc_delta_range;
             const I acc_delta_cells = max(acc_delta_header & 255, I(4));
             const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
             const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
+            const I square_avg_range = load(square_avg_range_at + b);
+            const I square_avg_header = square_avg_range;
+            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
+            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             store(acc_delta_middle_2_kept + b, acc_delta_middle_2);
             store(acc_delta_step_kept + b, acc_delta_step);
+            store(square_avg_middle_2_kept + b, square_avg_middle_2);
+            store(square_avg_step_kept + b, square_avg_step);
         }
 
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
+            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
+            const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
@@ -630,55 +630,55 @@ struct adadelta_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
                 const I acc_delta_code = load(acc_delta_at + i);
                 const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_code * acc_delta_step);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F acc_delta = acc_delta_value * acc_delta_value;
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I square_avg_code = load(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F square_avg = square_avg_value * square_avg_value;
+                const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
                 const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-                const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
                 const F delta = acc_delta_range_sqrt * p_rcp * g_2;
+                const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
                 // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
                 const F acc_delta_2 = fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g_2 * acc_delta_range_sqrt * p_rcp, g_2, rho * acc_delta);
-                const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
+                const I acc_delta_range_bitcast = bits(p_2);
+                const I p_sign = acc_delta_range_bitcast >> 16 & 32768;
+                const I p_magnitude = acc_delta_range_bitcast & 2147483647;
+                const F acc_delta_range_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * acc_delta_range_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const I acc_delta_pattern = bits(sqrt(acc_delta_2));
-                const I acc_delta_range_bitcast = bits(p_2);
-                const I p_magnitude = acc_delta_range_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F acc_delta_range_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * acc_delta_range_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(acc_delta_range_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = acc_delta_range_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I square_avg_pattern = bits(sqrt(square_avg_2));
+                const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 take_larger(largest_of_block_2, acc_delta_pattern, i, end);
@@ -705,25 +705,25 @@ struct adadelta_float16 {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I acc_delta_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
             const I acc_delta_below = smallest_of_block_2 + -524288 >> 22;
             const I acc_delta_units = min(max(acc_delta_above - max(acc_delta_below, I(128)), I(1)), I(64));
             const I acc_delta_first = acc_delta_above - acc_delta_units;
-            const I acc_delta_cells_2 = min(to_int(256.5f * (1.0f / to_float(acc_delta_units))), I(255));
             const I acc_delta_start = acc_delta_first << 22;
-            const I acc_delta_scale = acc_delta_cells_2 << 2;
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
-            const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_range_sub = 1601175552 - acc_delta_base;
+            const I acc_delta_cells_2 = min(to_int(256.5f * (1.0f / to_float(acc_delta_units))), I(255));
+            const I acc_delta_scale = acc_delta_cells_2 << 2;
+            const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -803,46 +803,46 @@ struct adadelta_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F acc_delta = load(acc_delta_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
-            const F acc_delta = load(acc_delta_at + i);
+            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F acc_delta_sqrt = sqrt(acc_delta + eps);
             const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_2;
+            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
             const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
-            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
+            const I acc_delta_bitcast = bits(p_2);
+            const I p_sign = acc_delta_bitcast >> 16 & 32768;
+            const I p_magnitude = acc_delta_bitcast & 2147483647;
+            const F acc_delta_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * acc_delta_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I acc_delta_bitcast = bits(p_2);
-            const I p_magnitude = acc_delta_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F acc_delta_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * acc_delta_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(acc_delta_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = acc_delta_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -30,16 +30,7 @@ def adadelta_float32(
         p_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
-    square_avg_range = b.per_block(square_avg_range_tensor)
-    square_avg_header = square_avg_range.to(torch.int32)
-    square_avg_cells = (square_avg_header & 255).clamp(min=4)
-    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
-    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
-    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    p = b.elements(p_tensor)
     acc_delta_range = b.per_block(acc_delta_range_tensor)
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
@@ -49,19 +40,39 @@ def adadelta_float32(
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_value = (acc_delta_middle + acc_delta_code.to(torch.int32) * acc_delta_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     acc_delta = acc_delta_value * acc_delta_value
-    p = b.elements(p_tensor)
+    square_avg_range = b.per_block(square_avg_range_tensor)
+    square_avg_header = square_avg_range.to(torch.int32)
+    square_avg_cells = (square_avg_header & 255).clamp(min=4)
+    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
+    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
+    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/adadelta.py)
     g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
     square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = p - lr * delta                                           # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
-    p = p - lr * delta                                           # 23  p = p - lr * delta
     # -- encode and store
+    square_avg_pattern = sqrt(square_avg).view(torch.int32)
+    square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    square_avg_first = square_avg_above - square_avg_units
+    square_avg_start = square_avg_first << 22
+    square_avg_half = square_avg_units * 10240
+    square_avg_base = square_avg_start + square_avg_half
+    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -70,19 +81,8 @@ def adadelta_float32(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
-    square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
-    square_avg_half = square_avg_units * 10240
-    square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -91,14 +91,14 @@ def adadelta_float32(
     acc_delta_below = block_min(acc_delta_pattern, b.live) - 524288 >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
-    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_start = acc_delta_first << 22
-    acc_delta_scale = acc_delta_cells << 2
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
-    acc_delta_range_sub = acc_delta_half * acc_delta_scale - 8388608
-    acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_range_sub
     acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    acc_delta_scale = acc_delta_cells << 2
+    acc_delta_range_sub_2 = acc_delta_half * acc_delta_scale - 8388608
+    acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_range_sub_2
     acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_base, acc_delta_range_sub).clamp(min=0) * acc_delta_scale + acc_delta_offset
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
@@ -119,19 +119,19 @@ def adadelta_float32_small(
         p_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    acc_delta = b.elements(acc_delta_tensor)
+    square_avg = b.elements(square_avg_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
-    square_avg = b.elements(square_avg_tensor)
-    acc_delta = b.elements(acc_delta_tensor)
     # -- update  (specs/adadelta.py)
     g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
     square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = p - lr * delta                                           # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
-    p = p - lr * delta                                           # 23  p = p - lr * delta
     # -- encode and store
     b.store(p_tensor, p)
     b.store(square_avg_tensor, square_avg)
@@ -148,20 +148,11 @@ def adadelta_bfloat16(
         p_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
-    square_avg_range = b.per_block(square_avg_range_tensor)
-    square_avg_header = square_avg_range.to(torch.int32)
-    square_avg_cells = (square_avg_header & 255).clamp(min=4)
-    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
-    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
-    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     acc_delta_range = b.per_block(acc_delta_range_tensor)
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
@@ -170,19 +161,28 @@ def adadelta_bfloat16(
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_value = (acc_delta_middle + acc_delta_code.to(torch.int32) * acc_delta_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     acc_delta = acc_delta_value * acc_delta_value
+    square_avg_range = b.per_block(square_avg_range_tensor)
+    square_avg_header = square_avg_range.to(torch.int32)
+    square_avg_cells = (square_avg_header & 255).clamp(min=4)
+    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
+    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
+    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adadelta.py)
     g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
     square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = p - lr * delta                                           # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
-    p = p - lr * delta                                           # 23  p = p - lr * delta
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -192,19 +192,21 @@ def adadelta_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
     square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -213,19 +215,17 @@ def adadelta_bfloat16(
     acc_delta_below = block_min(acc_delta_pattern, b.live) - 524288 >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
-    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_start = acc_delta_first << 22
-    acc_delta_scale = acc_delta_cells << 2
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
-    acc_delta_range_sub = acc_delta_half * acc_delta_scale - 8388608
-    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_sub
     acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    acc_delta_scale = acc_delta_cells << 2
+    acc_delta_range_sub_2 = acc_delta_half * acc_delta_scale - 8388608
+    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_sub_2
     acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_base, acc_delta_range_sub).clamp(min=0) * acc_delta_scale + acc_delta_offset
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -244,23 +244,23 @@ def adadelta_bfloat16_small(
         p_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    square_avg = b.elements(square_avg_tensor)
     acc_delta = b.elements(acc_delta_tensor)
+    square_avg = b.elements(square_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adadelta.py)
     g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
     square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = p - lr * delta                                           # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
-    p = p - lr * delta                                           # 23  p = p - lr * delta
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -288,25 +288,17 @@ def adadelta_float16(
         p_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
-    square_avg_range = b.per_block(square_avg_range_tensor)
-    square_avg_header = square_avg_range.to(torch.int32)
-    square_avg_cells = (square_avg_header & 255).clamp(min=4)
-    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
-    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
-    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     acc_delta_range = b.per_block(acc_delta_range_tensor)
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
@@ -315,21 +307,35 @@ def adadelta_float16(
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_value = (acc_delta_middle + acc_delta_code.to(torch.int32) * acc_delta_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     acc_delta = acc_delta_value * acc_delta_value
+    square_avg_range = b.per_block(square_avg_range_tensor)
+    square_avg_header = square_avg_range.to(torch.int32)
+    square_avg_cells = (square_avg_header & 255).clamp(min=4)
+    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
+    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
+    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adadelta.py)
     g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
     square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = p - lr * delta                                           # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
-    p = p - lr * delta                                           # 23  p = p - lr * delta
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -338,19 +344,27 @@ def adadelta_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
     square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -359,31 +373,17 @@ def adadelta_float16(
     acc_delta_below = block_min(acc_delta_pattern, b.live) - 524288 >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
-    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_start = acc_delta_first << 22
-    acc_delta_scale = acc_delta_cells << 2
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
-    acc_delta_range_sub = acc_delta_half * acc_delta_scale - 8388608
-    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_sub
     acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    acc_delta_scale = acc_delta_cells << 2
+    acc_delta_range_sub_2 = acc_delta_half * acc_delta_scale - 8388608
+    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_sub_2
     acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_base, acc_delta_range_sub).clamp(min=0) * acc_delta_scale + acc_delta_offset
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -402,30 +402,36 @@ def adadelta_float16_small(
         p_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    square_avg = b.elements(square_avg_tensor)
     acc_delta = b.elements(acc_delta_tensor)
+    square_avg = b.elements(square_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adadelta.py)
     g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
     square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = p - lr * delta                                           # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
-    p = p - lr * delta                                           # 23  p = p - lr * delta
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -434,18 +440,12 @@ def adadelta_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -459,6 +459,7 @@ def adadelta_float32_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -467,6 +468,8 @@ def adadelta_float32_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     acc_delta_range = b.per_block(acc_delta_range_tensor)
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
@@ -476,10 +479,7 @@ def adadelta_float32_decode(
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_value = (acc_delta_middle + acc_delta_code.to(torch.int32) * acc_delta_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     acc_delta = acc_delta_value * acc_delta_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "square_avg": b.flat(square_avg),
@@ -490,18 +490,18 @@ def adadelta_float32_decode(
 def adadelta_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
-    in_p = b.elements(values["p"])
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -510,10 +510,10 @@ def adadelta_float32_encode(values):
     acc_delta_below = block_min(acc_delta_pattern, b.live) >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
-    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_start = acc_delta_first << 22
-    acc_delta_scale = acc_delta_cells << 2
     in_acc_delta_sub = 1601175552 - acc_delta_start
+    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    acc_delta_scale = acc_delta_cells << 2
     acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_start, in_acc_delta_sub).clamp(min=0) * acc_delta_scale
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
@@ -558,10 +558,11 @@ def adadelta_bfloat16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -570,6 +571,8 @@ def adadelta_bfloat16_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     acc_delta_range = b.per_block(acc_delta_range_tensor)
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
@@ -578,9 +581,6 @@ def adadelta_bfloat16_decode(
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_value = (acc_delta_middle + acc_delta_code.to(torch.int32) * acc_delta_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     acc_delta = acc_delta_value * acc_delta_value
     return {
@@ -593,18 +593,20 @@ def adadelta_bfloat16_decode(
 def adadelta_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -613,15 +615,13 @@ def adadelta_bfloat16_encode(values):
     acc_delta_below = block_min(acc_delta_pattern, b.live) >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
-    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_start = acc_delta_first << 22
-    acc_delta_scale = acc_delta_cells << 2
     in_acc_delta_sub = 1601175552 - acc_delta_start
+    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    acc_delta_scale = acc_delta_cells << 2
     acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_start, in_acc_delta_sub).clamp(min=0) * acc_delta_scale
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -635,10 +635,10 @@ def adadelta_bfloat16_encode(values):
 def adadelta_bfloat16_small_decode(p_tensor, weight_low_tensor, square_avg_tensor, acc_delta_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg = b.elements(square_avg_tensor)
     acc_delta = b.elements(acc_delta_tensor)
@@ -671,15 +671,17 @@ def adadelta_float16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -688,6 +690,8 @@ def adadelta_float16_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     acc_delta_range = b.per_block(acc_delta_range_tensor)
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
@@ -696,10 +700,6 @@ def adadelta_float16_decode(
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_value = (acc_delta_middle + acc_delta_code.to(torch.int32) * acc_delta_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     acc_delta = acc_delta_value * acc_delta_value
     return {
@@ -712,18 +712,31 @@ def adadelta_float16_decode(
 def adadelta_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -732,26 +745,13 @@ def adadelta_float16_encode(values):
     acc_delta_below = block_min(acc_delta_pattern, b.live) >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
-    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_start = acc_delta_first << 22
-    acc_delta_scale = acc_delta_cells << 2
     in_acc_delta_sub = 1601175552 - acc_delta_start
+    acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    acc_delta_scale = acc_delta_cells << 2
     acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_start, in_acc_delta_sub).clamp(min=0) * acc_delta_scale
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -765,14 +765,14 @@ def adadelta_float16_encode(values):
 def adadelta_float16_small_decode(p_tensor, weight_low_tensor, square_avg_tensor, acc_delta_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -792,16 +792,16 @@ def adadelta_float16_small_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

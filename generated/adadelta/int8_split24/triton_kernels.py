@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_max, block_min, byte, get, inverse, joined, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_max, block_min, byte, get, inverse, joined, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -30,6 +30,17 @@ def adadelta_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    acc_delta_range = get(acc_delta_range_ptr, at_block, live_block, MASKED)
+    acc_delta_header = acc_delta_range.to(tl.int32)
+    acc_delta_cells = tl.maximum(acc_delta_header & 255, 4)
+    acc_delta_step = tl.fma(4194304.0, inverse(acc_delta_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
+    acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
+    acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
+    acc_delta_value = (acc_delta_middle[:, None] + acc_delta_code.to(tl.int32) * acc_delta_step[:, None]).to(tl.float32, bitcast=True)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    acc_delta = acc_delta_value * acc_delta_value
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
@@ -40,30 +51,31 @@ def adadelta_float32_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
-    acc_delta_range = get(acc_delta_range_ptr, at_block, live_block, MASKED)
-    acc_delta_header = acc_delta_range.to(tl.int32)
-    acc_delta_cells = tl.maximum(acc_delta_header & 255, 4)
-    acc_delta_step = tl.fma(4194304.0, inverse(acc_delta_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
-    acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
-    acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
-    acc_delta_value = (acc_delta_middle[:, None] + acc_delta_code.to(tl.int32) * acc_delta_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    acc_delta = acc_delta_value * acc_delta_value
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
+    acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_range_sqrt * p_rcp * g
+    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = tl.fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g * acc_delta_range_sqrt * p_rcp, g, rho * acc_delta)
-    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
+    square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
+    square_avg_first = square_avg_above - square_avg_units
+    square_avg_start = square_avg_first << 22
+    square_avg_half = square_avg_units * 10240
+    square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -72,40 +84,28 @@ def adadelta_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
-    square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
-    square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
-    square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
-    square_avg_half = square_avg_units * 10240
-    square_avg_base = square_avg_start + square_avg_half
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
     acc_delta_above = (tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     acc_delta_below = block_min(acc_delta_pattern, live, MASKED) + -524288 >> 22
     acc_delta_units = tl.minimum(tl.maximum(acc_delta_above - tl.maximum(acc_delta_below, 128), 1), 64)
     acc_delta_first = acc_delta_above - acc_delta_units
-    acc_delta_cells = tl.minimum((256.5 * inverse(acc_delta_units.to(tl.float32))).to(tl.int32), 255)
     acc_delta_start = acc_delta_first << 22
-    acc_delta_scale = acc_delta_cells << 2
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
+    acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_cells = tl.minimum((256.5 * inverse(acc_delta_units.to(tl.float32))).to(tl.int32), 255)
+    acc_delta_scale = acc_delta_cells << 2
     acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608
     acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_range_add[:, None]
-    acc_delta_range_sub = 1601175552 - acc_delta_base
     acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_range_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
-    acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
-    put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
+    acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
@@ -129,14 +129,16 @@ def adadelta_float32(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -149,6 +151,9 @@ def adadelta_float32(
                 stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -159,6 +164,7 @@ def adadelta_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adadelta_float32_tile(
@@ -177,17 +183,18 @@ def adadelta_float32(
                 before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key,
                 False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adadelta_float32_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
-                acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key,
-                True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adadelta_float32_tile(
+                    p_ptr + start, g_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
+                    acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key,
+                    True,
+                )
 
 
 @triton.jit
@@ -197,24 +204,24 @@ def adadelta_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    acc_delta = get(acc_delta_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
-    acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
+    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
+    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
-    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
     put(acc_delta_ptr, at, acc_delta, live, MASKED)
 
 
@@ -233,7 +240,9 @@ def adadelta_float32_small(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     acc_delta_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -255,14 +264,14 @@ def adadelta_float32_small(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
             weight_decay, grad_scale, one_minus_rho, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adadelta_float32_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, live, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adadelta_float32_small_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
+                weight_decay, grad_scale, one_minus_rho, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -273,18 +282,6 @@ def adadelta_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
-    square_avg_header = square_avg_range.to(tl.int32)
-    square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
-    square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     acc_delta_range = get(acc_delta_range_ptr, at_block, live_block, MASKED)
     acc_delta_header = acc_delta_range.to(tl.int32)
     acc_delta_cells = tl.maximum(acc_delta_header & 255, 4)
@@ -293,22 +290,34 @@ def adadelta_bfloat16_tile(
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
     acc_delta_value = (acc_delta_middle[:, None] + acc_delta_code.to(tl.int32) * acc_delta_step[:, None]).to(tl.float32, bitcast=True)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     acc_delta = acc_delta_value * acc_delta_value
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
+    square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
+    square_avg_header = square_avg_range.to(tl.int32)
+    square_avg_cells = tl.maximum(square_avg_header & 255, 4)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
+    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     # -- update  (specs/adadelta.py)
+    acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_range_sqrt * p_rcp * g
+    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = tl.fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g * acc_delta_range_sqrt * p_rcp, g, rho * acc_delta)
-    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -318,43 +327,43 @@ def adadelta_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
     square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
     acc_delta_above = (tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     acc_delta_below = block_min(acc_delta_pattern, live, MASKED) + -524288 >> 22
     acc_delta_units = tl.minimum(tl.maximum(acc_delta_above - tl.maximum(acc_delta_below, 128), 1), 64)
     acc_delta_first = acc_delta_above - acc_delta_units
-    acc_delta_cells = tl.minimum((256.5 * inverse(acc_delta_units.to(tl.float32))).to(tl.int32), 255)
     acc_delta_start = acc_delta_first << 22
-    acc_delta_scale = acc_delta_cells << 2
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
+    acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_cells = tl.minimum((256.5 * inverse(acc_delta_units.to(tl.float32))).to(tl.int32), 255)
+    acc_delta_scale = acc_delta_cells << 2
     acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608
     acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add[:, None]
-    acc_delta_range_sub = 1601175552 - acc_delta_base
     acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_range_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
-    acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
+    acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
@@ -379,14 +388,16 @@ def adadelta_bfloat16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -399,6 +410,9 @@ def adadelta_bfloat16(
                 step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -410,6 +424,7 @@ def adadelta_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adadelta_bfloat16_tile(
@@ -428,17 +443,18 @@ def adadelta_bfloat16(
                 at_block, at, at_block, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adadelta_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho,
-                minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adadelta_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
+                    acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key,
+                    True,
+                )
 
 
 @triton.jit
@@ -448,25 +464,27 @@ def adadelta_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    acc_delta = get(acc_delta_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     square_avg = get(square_avg_ptr, at, live, MASKED)
-    acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
+    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
+    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
-    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(acc_delta_ptr, at, acc_delta, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -476,11 +494,9 @@ def adadelta_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(acc_delta_ptr, at, acc_delta, live, MASKED)
 
 
 @triton.jit
@@ -500,7 +516,9 @@ def adadelta_bfloat16_small(
     acc_delta_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -510,6 +528,7 @@ def adadelta_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adadelta_bfloat16_small_tile(
@@ -526,15 +545,15 @@ def adadelta_bfloat16_small(
             at, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
             stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adadelta_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-            live, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
-            stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adadelta_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few,
+                live, before + start + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                stream_key, True,
+            )
 
 
 @triton.jit
@@ -545,25 +564,6 @@ def adadelta_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
-    square_avg_header = square_avg_range.to(tl.int32)
-    square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
-    square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     acc_delta_range = get(acc_delta_range_ptr, at_block, live_block, MASKED)
     acc_delta_header = acc_delta_range.to(tl.int32)
     acc_delta_cells = tl.maximum(acc_delta_header & 255, 4)
@@ -572,23 +572,47 @@ def adadelta_float16_tile(
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
     acc_delta_value = (acc_delta_middle[:, None] + acc_delta_code.to(tl.int32) * acc_delta_step[:, None]).to(tl.float32, bitcast=True)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     acc_delta = acc_delta_value * acc_delta_value
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
+    square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
+    square_avg_header = square_avg_range.to(tl.int32)
+    square_avg_cells = tl.maximum(square_avg_header & 255, 4)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
+    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     # -- update  (specs/adadelta.py)
+    acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_range_sqrt * p_rcp * g
+    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = tl.fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g * acc_delta_range_sqrt * p_rcp, g, rho * acc_delta)
-    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
+    acc_delta_range_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = acc_delta_range_bitcast >> 16 & 32768
+    p_magnitude = acc_delta_range_bitcast & 2147483647
+    acc_delta_range_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * acc_delta_range_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -597,54 +621,49 @@ def adadelta_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(acc_delta_range_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
     square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
     acc_delta_above = (tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     acc_delta_below = block_min(acc_delta_pattern, live, MASKED) + -524288 >> 22
     acc_delta_units = tl.minimum(tl.maximum(acc_delta_above - tl.maximum(acc_delta_below, 128), 1), 64)
     acc_delta_first = acc_delta_above - acc_delta_units
-    acc_delta_cells = tl.minimum((256.5 * inverse(acc_delta_units.to(tl.float32))).to(tl.int32), 255)
     acc_delta_start = acc_delta_first << 22
-    acc_delta_scale = acc_delta_cells << 2
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
+    acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_cells = tl.minimum((256.5 * inverse(acc_delta_units.to(tl.float32))).to(tl.int32), 255)
+    acc_delta_scale = acc_delta_cells << 2
     acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608
     acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add[:, None]
-    acc_delta_range_sub = 1601175552 - acc_delta_base
     acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_range_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
-    acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
-    acc_delta_range_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = acc_delta_range_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    acc_delta_range_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * acc_delta_range_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(acc_delta_range_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = acc_delta_range_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
+    acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
@@ -669,14 +688,16 @@ def adadelta_float16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -689,6 +710,9 @@ def adadelta_float16(
                 step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -700,6 +724,7 @@ def adadelta_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adadelta_float16_tile(
@@ -718,17 +743,18 @@ def adadelta_float16(
                 at_block, at, at_block, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adadelta_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho,
-                minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adadelta_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
+                    acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key, stream_key,
+                    True,
+                )
 
 
 @triton.jit
@@ -738,32 +764,39 @@ def adadelta_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    acc_delta = get(acc_delta_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     square_avg = get(square_avg_ptr, at, live, MASKED)
-    acc_delta = get(acc_delta_ptr, at, live, MASKED)
     # -- update  (specs/adadelta.py)
+    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     p_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     delta = acc_delta_sqrt * p_rcp * g
+    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
-    p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # -- encode and store
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(acc_delta_ptr, at, acc_delta, live, MASKED)
+    acc_delta_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = acc_delta_bitcast >> 16 & 32768
+    p_magnitude = acc_delta_bitcast & 2147483647
+    acc_delta_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * acc_delta_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -772,23 +805,16 @@ def adadelta_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    acc_delta_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = acc_delta_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    acc_delta_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * acc_delta_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(acc_delta_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(acc_delta_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = acc_delta_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(acc_delta_ptr, at, acc_delta, live, MASKED)
 
 
 @triton.jit
@@ -808,7 +834,9 @@ def adadelta_float16_small(
     acc_delta_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -818,6 +846,7 @@ def adadelta_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adadelta_float16_small_tile(
@@ -834,15 +863,15 @@ def adadelta_float16_small(
             at, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
             stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adadelta_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-            live, before + start + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
-            stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adadelta_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few,
+                live, before + start + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
@@ -857,10 +886,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "adadelta_float32": {"maxnreg": 96},
+    "adadelta_float32": {"maxnreg": 64},
     "adadelta_float32_small": {"maxnreg": 64},
-    "adadelta_bfloat16": {"maxnreg": 96},
+    "adadelta_bfloat16": {"maxnreg": 64},
     "adadelta_bfloat16_small": {"maxnreg": 64},
-    "adadelta_float16": {"maxnreg": 96},
+    "adadelta_float16": {"maxnreg": 64},
     "adadelta_float16_small": {"maxnreg": 64},
 }

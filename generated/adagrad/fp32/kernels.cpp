@@ -37,9 +37,9 @@ struct adagrad_float32 {
 
         // -- elements: decode, update  (specs/adagrad.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F sum_ = load(sum_at + i);
             const F g_3 = fma(weight_decay, p, g_2);       // 19  g = l2(g, p, weight_decay)
             const F sum__2 = fma(g_3, g_3, sum_ + start);  // 21  sum = sum + start + g * g
@@ -71,10 +71,10 @@ struct adagrad_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);          // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F sum_ = load(sum_at + i);
             const F g_2 = fma(weight_decay, p, g);         // 19  g = l2(g, p, weight_decay)
             const F sum__2 = fma(g_2, g_2, sum_ + start);  // 21  sum = sum + start + g * g
@@ -108,10 +108,10 @@ struct adagrad_float16 {
 
         // -- elements: decode, update  (specs/adagrad.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);              // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F sum_ = load(sum_at + i);
             const F g_2 = fma(weight_decay, p, g);         // 19  g = l2(g, p, weight_decay)
             const F sum__2 = fma(g_2, g_2, sum_ + start);  // 21  sum = sum + start + g * g

@@ -25,9 +25,9 @@ def adagrad_float32(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, start, step_lr) = scalars(p_tensor, weight_decay, eps, grad_scale, start, step_lr)
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     sum_ = b.elements(sum_tensor)
     # -- update  (specs/adagrad.py)
     g = g + weight_decay * p                  # 19  g = l2(g, p, weight_decay)
@@ -45,10 +45,10 @@ def adagrad_bfloat16(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, start, step_lr) = scalars(p_tensor, weight_decay, eps, grad_scale, start, step_lr)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     sum_ = b.elements(sum_tensor)
     # -- update  (specs/adagrad.py)
     g = g + weight_decay * p                  # 19  g = l2(g, p, weight_decay)
@@ -68,10 +68,10 @@ def adagrad_float16(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, start, step_lr) = scalars(p_tensor, weight_decay, eps, grad_scale, start, step_lr)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     sum_ = b.elements(sum_tensor)
     # -- update  (specs/adagrad.py)
     g = g + weight_decay * p                  # 19  g = l2(g, p, weight_decay)

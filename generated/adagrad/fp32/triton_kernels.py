@@ -27,9 +27,9 @@ def adagrad_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     sum_ = get(sum_ptr, at, live, MASKED)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
@@ -37,8 +37,8 @@ def adagrad_float32_tile(
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(sum_ptr, at, sum_, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -55,7 +55,9 @@ def adagrad_float32(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -75,14 +77,14 @@ def adagrad_float32(
             p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, start_, scalar_1,
             scalar_2, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adagrad_float32_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, live, weight_decay, grad_scale, start_, scalar_1,
-            scalar_2, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adagrad_float32_tile(
+                p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, start_, scalar_1,
+                scalar_2, True,
+            )
 
 
 @triton.jit
@@ -92,10 +94,10 @@ def adagrad_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     sum_ = get(sum_ptr, at, live, MASKED)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
@@ -103,10 +105,10 @@ def adagrad_bfloat16_tile(
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
+    put(sum_ptr, at, sum_, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(sum_ptr, at, sum_, live, MASKED)
 
 
 @triton.jit
@@ -123,7 +125,9 @@ def adagrad_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -143,14 +147,14 @@ def adagrad_bfloat16(
             p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, start_, scalar_1,
             scalar_2, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adagrad_bfloat16_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, live, weight_decay, grad_scale, start_, scalar_1,
-            scalar_2, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adagrad_bfloat16_tile(
+                p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, start_, scalar_1,
+                scalar_2, True,
+            )
 
 
 @triton.jit
@@ -160,10 +164,10 @@ def adagrad_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     sum_ = get(sum_ptr, at, live, MASKED)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
@@ -171,8 +175,8 @@ def adagrad_float16_tile(
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(sum_ptr, at, sum_, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
@@ -189,7 +193,9 @@ def adagrad_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -209,14 +215,14 @@ def adagrad_float16(
             p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, start_, scalar_1,
             scalar_2, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adagrad_float16_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, live, weight_decay, grad_scale, start_, scalar_1,
-            scalar_2, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adagrad_float16_tile(
+                p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, start_, scalar_1,
+                scalar_2, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

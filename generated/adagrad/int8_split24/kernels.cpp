@@ -82,20 +82,20 @@ struct adagrad_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const I sum_code = load(sum_at + i);
                 const F sum_value = as_float(sum_middle_2 + sum_code * sum_step);
-                const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                         // 19  g = l2(g, p, weight_decay)
                 const F sum_ = fma(g_3, g_3, fma(sum_value, sum_value, start));  // 21  sum = sum + start + g * g
                 const F p_sqrt = sqrt(sum_);
                 // 23  p = p - step_lr * g / (sqrt(sum) + eps)
                 const F p_2 = fma(-g_3, reciprocal(fma(p_sqrt, scalar_1, scalar_2)), p);
+                const I sum_pattern = bits(p_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I sum_pattern = bits(p_sqrt);
                 take_larger(largest_of_block, sum_pattern, i, end);
                 take_smaller(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -114,13 +114,13 @@ struct adagrad_float32 {
             const I sum_below = smallest_of_block + -524288 >> 22;
             const I sum_units = min(max(sum_above - max(sum_below, I(128)), I(1)), I(64));
             const I sum_first = sum_above - sum_units;
-            const I sum_cells_2 = min(to_int(256.5f * (1.0f / to_float(sum_units))), I(255));
             const I sum_start = sum_first << 22;
-            const I sum_scale = sum_cells_2 << 2;
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
-            const I p_add = sum_half * sum_scale + -8388608;
             const I p_sub = 1601175552 - sum_base;
+            const I sum_cells_2 = min(to_int(256.5f * (1.0f / to_float(sum_units))), I(255));
+            const I sum_scale = sum_cells_2 << 2;
+            const I p_add = sum_half * sum_scale + -8388608;
             const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
             store(p_add_kept + b, p_add);
             store(sum_base_kept + b, sum_base);
@@ -167,9 +167,9 @@ struct adagrad_float32_small {
 
         // -- elements: decode, update  (specs/adagrad.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F sum_ = load(sum_at + i);
             const F g_3 = fma(weight_decay, p, g_2);       // 19  g = l2(g, p, weight_decay)
             const F sum__2 = fma(g_3, g_3, sum_ + start);  // 21  sum = sum + start + g * g
@@ -247,15 +247,15 @@ struct adagrad_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));                // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I sum_code = load(sum_at + i);
                 const F sum_value = as_float(sum_middle_2 + sum_code * sum_step);
-                const F p = as_float(p_high + -32768 + (p_low << 8));                // bf16 and 8 more bits, stochastic
                 const F g_2 = fma(weight_decay, p, g);                               // 19  g = l2(g, p, weight_decay)
                 const F sum_ = fma(g_2, g_2, fma(sum_value, sum_value, start));      // 21  sum = sum + start + g * g
                 const F p_sqrt = sqrt(sum_);
@@ -263,9 +263,9 @@ struct adagrad_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I sum_pattern = bits(p_sqrt);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I sum_pattern = bits(p_sqrt);
                 take_larger(largest_of_block, sum_pattern, i, end);
                 take_smaller(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -285,13 +285,13 @@ struct adagrad_bfloat16 {
             const I sum_below = smallest_of_block + -524288 >> 22;
             const I sum_units = min(max(sum_above - max(sum_below, I(128)), I(1)), I(64));
             const I sum_first = sum_above - sum_units;
-            const I sum_cells_2 = min(to_int(256.5f * (1.0f / to_float(sum_units))), I(255));
             const I sum_start = sum_first << 22;
-            const I sum_scale = sum_cells_2 << 2;
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
-            const I p_add = sum_half * sum_scale + -8388608;
             const I p_sub = 1601175552 - sum_base;
+            const I sum_cells_2 = min(to_int(256.5f * (1.0f / to_float(sum_units))), I(255));
+            const I sum_scale = sum_cells_2 << 2;
+            const I p_add = sum_half * sum_scale + -8388608;
             const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
             store(p_add_kept + b, p_add);
             store(sum_base_kept + b, sum_base);
@@ -355,13 +355,13 @@ struct adagrad_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F sum_ = load(sum_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 19  g = l2(g, p, weight_decay)
             const F sum__2 = fma(g_2, g_2, sum_ + start);          // 21  sum = sum + start + g * g
@@ -445,42 +445,42 @@ struct adagrad_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I sum_code = load(sum_at + i);
-                const F sum_value = as_float(sum_middle_2 + sum_code * sum_step);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I sum_code = load(sum_at + i);
+                const F sum_value = as_float(sum_middle_2 + sum_code * sum_step);
                 const F g_2 = fma(weight_decay, p, g);                               // 19  g = l2(g, p, weight_decay)
                 const F sum_ = fma(g_2, g_2, fma(sum_value, sum_value, start));      // 21  sum = sum + start + g * g
                 const F p_sqrt = sqrt(sum_);
                 const F p_2 = fma(-g_2, 1.0f / fma(p_sqrt, scalar_1, scalar_2), p);  // 23  p = p - step_lr * g / (sqrt(sum) + eps)
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 32768;
+                const I p_magnitude = p_bitcast & 2147483647;
+                const F p_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I sum_pattern = bits(p_sqrt);
-                const I p_bitcast = bits(p_2);
-                const I p_magnitude = p_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I sum_pattern = bits(p_sqrt);
                 take_larger(largest_of_block, sum_pattern, i, end);
                 take_smaller(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -500,13 +500,13 @@ struct adagrad_float16 {
             const I sum_below = smallest_of_block + -524288 >> 22;
             const I sum_units = min(max(sum_above - max(sum_below, I(128)), I(1)), I(64));
             const I sum_first = sum_above - sum_units;
-            const I sum_cells_2 = min(to_int(256.5f * (1.0f / to_float(sum_units))), I(255));
             const I sum_start = sum_first << 22;
-            const I sum_scale = sum_cells_2 << 2;
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
-            const I p_add = sum_half * sum_scale + -8388608;
             const I p_sub = 1601175552 - sum_base;
+            const I sum_cells_2 = min(to_int(256.5f * (1.0f / to_float(sum_units))), I(255));
+            const I sum_scale = sum_cells_2 << 2;
+            const I p_add = sum_half * sum_scale + -8388608;
             const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
             store(p_add_kept + b, p_add);
             store(sum_base_kept + b, sum_base);
@@ -570,39 +570,39 @@ struct adagrad_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F sum_ = load(sum_at + i);
             const F g_2 = fma(weight_decay, p, g);         // 19  g = l2(g, p, weight_decay)
             const F sum__2 = fma(g_2, g_2, sum_ + start);  // 21  sum = sum + start + g * g
             // 23  p = p - step_lr * g / (sqrt(sum) + eps)
             const F p_2 = fma(-g_2, 1.0f / fma(sqrt(sum__2), scalar_1, scalar_2), p);
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -26,6 +26,7 @@ def adagrad_float32(
     b = Blocks(p_tensor, 64)
     (weight_decay, eps, grad_scale, start, step_lr) = scalars(p_tensor, weight_decay, eps, grad_scale, start, step_lr)
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     sum_range = b.per_block(sum_range_tensor)
@@ -38,13 +39,23 @@ def adagrad_float32(
     sum_value = (sum_middle + sum_code.to(torch.int32) * sum_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     sum_ = sum_value * sum_value
-    p = b.elements(p_tensor)
     # -- update  (specs/adagrad.py)
     g = g + weight_decay * p                      # 19  g = l2(g, p, weight_decay)
     sum_ = sum_ + start + g * g                   # 21  sum = sum + start + g * g
     sum_range_sqrt = sqrt(sum_)
     p = p - step_lr * g / (sum_range_sqrt + eps)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     # -- encode and store
+    sum_pattern = sum_range_sqrt.view(torch.int32)
+    sum_above = (block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    sum_below = block_min(sum_pattern, b.live) - 524288 >> 22
+    sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    sum_first = sum_above - sum_units
+    sum_start = sum_first << 22
+    sum_half = sum_units * 10240
+    sum_base = sum_start + sum_half
+    sum_range_sub = 1601175552 - sum_base
+    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    sum_scale = sum_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -53,19 +64,8 @@ def adagrad_float32(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    sum_pattern = sum_range_sqrt.view(torch.int32)
-    sum_above = (block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    sum_below = block_min(sum_pattern, b.live) - 524288 >> 22
-    sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    sum_first = sum_above - sum_units
-    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    sum_start = sum_first << 22
-    sum_scale = sum_cells << 2
-    sum_half = sum_units * 10240
-    sum_base = sum_start + sum_half
-    sum_range_sub = sum_half * sum_scale - 8388608
-    sum_offset = (noise >> 8 & 0xffffff) + sum_range_sub
-    sum_range_sub = 1601175552 - sum_base
+    sum_range_sub_2 = sum_half * sum_scale - 8388608
+    sum_offset = (noise >> 8 & 0xffffff) + sum_range_sub_2
     sum_position = torch.minimum(sum_pattern - sum_base, sum_range_sub).clamp(min=0) * sum_scale + sum_offset
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
@@ -81,9 +81,9 @@ def adagrad_float32_small(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, start, step_lr) = scalars(p_tensor, weight_decay, eps, grad_scale, start, step_lr)
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     sum_ = b.elements(sum_tensor)
     # -- update  (specs/adagrad.py)
     g = g + weight_decay * p                  # 19  g = l2(g, p, weight_decay)
@@ -102,12 +102,13 @@ def adagrad_bfloat16(
     b = Blocks(p_tensor, 64)
     (weight_decay, eps, grad_scale, start, step_lr) = scalars(p_tensor, weight_decay, eps, grad_scale, start, step_lr)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     sum_range = b.per_block(sum_range_tensor)
     sum_header = sum_range.to(torch.int32)
     sum_cells = (sum_header & 255).clamp(min=4)
@@ -116,7 +117,6 @@ def adagrad_bfloat16(
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
     sum_code = b.elements(sum_tensor)
     sum_value = (sum_middle + sum_code.to(torch.int32) * sum_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     sum_ = sum_value * sum_value
     # -- update  (specs/adagrad.py)
@@ -133,24 +133,24 @@ def adagrad_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     sum_pattern = sum_range_sqrt.view(torch.int32)
     sum_above = (block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     sum_below = block_min(sum_pattern, b.live) - 524288 >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     sum_first = sum_above - sum_units
-    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     sum_start = sum_first << 22
-    sum_scale = sum_cells << 2
     sum_half = sum_units * 10240
     sum_base = sum_start + sum_half
-    sum_range_sub = sum_half * sum_scale - 8388608
-    sum_offset = (noise >> 8 & 0xffffff) + sum_range_sub
     sum_range_sub = 1601175552 - sum_base
+    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    sum_scale = sum_cells << 2
+    sum_range_sub_2 = sum_half * sum_scale - 8388608
+    sum_offset = (noise >> 8 & 0xffffff) + sum_range_sub_2
     sum_position = torch.minimum(sum_pattern - sum_base, sum_range_sub).clamp(min=0) * sum_scale + sum_offset
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(sum_tensor, sum_code.to(torch.uint8))
@@ -165,13 +165,13 @@ def adagrad_bfloat16_small(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, start, step_lr) = scalars(p_tensor, weight_decay, eps, grad_scale, start, step_lr)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     sum_ = b.elements(sum_tensor)
     # -- update  (specs/adagrad.py)
     g = g + weight_decay * p                  # 19  g = l2(g, p, weight_decay)
@@ -201,17 +201,19 @@ def adagrad_float16(
     b = Blocks(p_tensor, 64)
     (weight_decay, eps, grad_scale, start, step_lr) = scalars(p_tensor, weight_decay, eps, grad_scale, start, step_lr)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     sum_range = b.per_block(sum_range_tensor)
     sum_header = sum_range.to(torch.int32)
     sum_cells = (sum_header & 255).clamp(min=4)
@@ -220,8 +222,6 @@ def adagrad_float16(
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
     sum_code = b.elements(sum_tensor)
     sum_value = (sum_middle + sum_code.to(torch.int32) * sum_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     sum_ = sum_value * sum_value
     # -- update  (specs/adagrad.py)
@@ -230,6 +230,12 @@ def adagrad_float16(
     sum_range_sqrt = sqrt(sum_)
     p = p - step_lr * g / (sum_range_sqrt + eps)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -238,36 +244,30 @@ def adagrad_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     sum_pattern = sum_range_sqrt.view(torch.int32)
     sum_above = (block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     sum_below = block_min(sum_pattern, b.live) - 524288 >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     sum_first = sum_above - sum_units
-    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     sum_start = sum_first << 22
-    sum_scale = sum_cells << 2
     sum_half = sum_units * 10240
     sum_base = sum_start + sum_half
-    sum_range_sub = sum_half * sum_scale - 8388608
-    sum_offset = (noise >> 8 & 0xffffff) + sum_range_sub
     sum_range_sub = 1601175552 - sum_base
+    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    sum_scale = sum_cells << 2
+    sum_range_sub_2 = sum_half * sum_scale - 8388608
+    sum_offset = (noise >> 8 & 0xffffff) + sum_range_sub_2
     sum_position = torch.minimum(sum_pattern - sum_base, sum_range_sub).clamp(min=0) * sum_scale + sum_offset
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(sum_tensor, sum_code.to(torch.uint8))
@@ -282,25 +282,31 @@ def adagrad_float16_small(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, start, step_lr) = scalars(p_tensor, weight_decay, eps, grad_scale, start, step_lr)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     sum_ = b.elements(sum_tensor)
     # -- update  (specs/adagrad.py)
     g = g + weight_decay * p                  # 19  g = l2(g, p, weight_decay)
     sum_ = sum_ + start + g * g               # 21  sum = sum + start + g * g
     p = p - step_lr * g / (sqrt(sum_) + eps)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -309,18 +315,12 @@ def adagrad_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -331,6 +331,7 @@ def adagrad_float16_small(
 def adagrad_float32_decode(p_tensor, sum_tensor, sum_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     sum_range = b.per_block(sum_range_tensor)
     sum_header = sum_range.to(torch.int32)
     sum_cells = (sum_header & 255).clamp(min=4)
@@ -341,7 +342,6 @@ def adagrad_float32_decode(p_tensor, sum_tensor, sum_range_tensor):
     sum_value = (sum_middle + sum_code.to(torch.int32) * sum_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     sum_ = sum_value * sum_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "sum": b.flat(sum_),
@@ -351,17 +351,17 @@ def adagrad_float32_decode(p_tensor, sum_tensor, sum_range_tensor):
 def adagrad_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_sum = b.elements(values["sum"])
     in_p = b.elements(values["p"])
+    in_sum = b.elements(values["sum"])
     sum_pattern = sqrt(in_sum + 0.0).view(torch.int32)
     sum_above = (block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     sum_below = block_min(sum_pattern, b.live) >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     sum_first = sum_above - sum_units
-    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     sum_start = sum_first << 22
-    sum_scale = sum_cells << 2
     in_sum_sub = 1601175552 - sum_start
+    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    sum_scale = sum_cells << 2
     sum_position = torch.minimum(sum_pattern - sum_start, in_sum_sub).clamp(min=0) * sum_scale
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
@@ -397,10 +397,11 @@ def adagrad_float32_small_encode(values):
 def adagrad_bfloat16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     sum_range = b.per_block(sum_range_tensor)
     sum_header = sum_range.to(torch.int32)
     sum_cells = (sum_header & 255).clamp(min=4)
@@ -409,7 +410,6 @@ def adagrad_bfloat16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_t
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
     sum_code = b.elements(sum_tensor)
     sum_value = (sum_middle + sum_code.to(torch.int32) * sum_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     sum_ = sum_value * sum_value
     return {
@@ -421,22 +421,22 @@ def adagrad_bfloat16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_t
 def adagrad_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_sum = b.elements(values["sum"])
     in_p = b.elements(values["p"])
+    in_sum = b.elements(values["sum"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     sum_pattern = sqrt(in_sum + 0.0).view(torch.int32)
     sum_above = (block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     sum_below = block_min(sum_pattern, b.live) >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     sum_first = sum_above - sum_units
-    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     sum_start = sum_first << 22
-    sum_scale = sum_cells << 2
     in_sum_sub = 1601175552 - sum_start
+    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    sum_scale = sum_cells << 2
     sum_position = torch.minimum(sum_pattern - sum_start, in_sum_sub).clamp(min=0) * sum_scale
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -448,10 +448,10 @@ def adagrad_bfloat16_encode(values):
 def adagrad_bfloat16_small_decode(p_tensor, weight_low_tensor, sum_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     sum_ = b.elements(sum_tensor)
     return {
@@ -477,15 +477,17 @@ def adagrad_bfloat16_small_encode(values):
 def adagrad_float16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     sum_range = b.per_block(sum_range_tensor)
     sum_header = sum_range.to(torch.int32)
     sum_cells = (sum_header & 255).clamp(min=4)
@@ -494,8 +496,6 @@ def adagrad_float16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_te
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
     sum_code = b.elements(sum_tensor)
     sum_value = (sum_middle + sum_code.to(torch.int32) * sum_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     sum_ = sum_value * sum_value
     return {
@@ -507,33 +507,33 @@ def adagrad_float16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_te
 def adagrad_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_sum = b.elements(values["sum"])
     in_p = b.elements(values["p"])
+    in_sum = b.elements(values["sum"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     sum_pattern = sqrt(in_sum + 0.0).view(torch.int32)
     sum_above = (block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     sum_below = block_min(sum_pattern, b.live) >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     sum_first = sum_above - sum_units
-    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     sum_start = sum_first << 22
-    sum_scale = sum_cells << 2
     in_sum_sub = 1601175552 - sum_start
+    sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    sum_scale = sum_cells << 2
     sum_position = torch.minimum(sum_pattern - sum_start, in_sum_sub).clamp(min=0) * sum_scale
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -545,14 +545,14 @@ def adagrad_float16_encode(values):
 def adagrad_float16_small_decode(p_tensor, weight_low_tensor, sum_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -569,16 +569,16 @@ def adagrad_float16_small_encode(values):
     in_p = b.elements(values["p"])
     in_sum = b.elements(values["sum"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

@@ -17,7 +17,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_max, block_min, byte, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_max, block_min, byte, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -27,6 +27,7 @@ def adagrad_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     sum_range = get(sum_range_ptr, at_block, live_block, MASKED)
@@ -37,7 +38,6 @@ def adagrad_float32_tile(
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
     sum_code = get(sum_ptr, at, live, MASKED)
     sum_value = (sum_middle[:, None] + sum_code.to(tl.int32) * sum_step[:, None]).to(tl.float32, bitcast=True)
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
     sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))                 # 21  sum = sum + start + g * g
@@ -45,6 +45,18 @@ def adagrad_float32_tile(
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     p = tl.fma(minus(g), reciprocal(tl.fma(p_sqrt, scalar_1, scalar_2)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    sum_pattern = p_sqrt.to(tl.int32, bitcast=True)
+    sum_above = (tl.minimum(tl.maximum(block_max(sum_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    sum_below = block_min(sum_pattern, live, MASKED) + -524288 >> 22
+    sum_units = tl.minimum(tl.maximum(sum_above - tl.maximum(sum_below, 128), 1), 64)
+    sum_first = sum_above - sum_units
+    sum_start = sum_first << 22
+    sum_half = sum_units * 10240
+    sum_base = sum_start + sum_half
+    p_sub = 1601175552 - sum_base
+    sum_cells = tl.minimum((256.5 * inverse(sum_units.to(tl.float32))).to(tl.int32), 255)
+    sum_scale = sum_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -53,23 +65,11 @@ def adagrad_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    sum_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    sum_above = (tl.minimum(tl.maximum(block_max(sum_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    sum_below = block_min(sum_pattern, live, MASKED) + -524288 >> 22
-    sum_units = tl.minimum(tl.maximum(sum_above - tl.maximum(sum_below, 128), 1), 64)
-    sum_first = sum_above - sum_units
-    sum_cells = tl.minimum((256.5 * inverse(sum_units.to(tl.float32))).to(tl.int32), 255)
-    sum_start = sum_first << 22
-    sum_scale = sum_cells << 2
-    sum_half = sum_units * 10240
-    sum_base = sum_start + sum_half
     p_add = sum_half * sum_scale + -8388608
     sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - sum_base
     sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], p_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
-    sum_header = sum_first + -128 << 8 | sum_cells
-    put(p_ptr, at, p, live, MASKED)
     put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
+    sum_header = sum_first + -128 << 8 | sum_cells
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
@@ -91,14 +91,16 @@ def adagrad_float32(
     columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -110,6 +112,9 @@ def adagrad_float32(
                 start_, scalar_1, scalar_2, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -118,6 +123,7 @@ def adagrad_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adagrad_float32_tile(
@@ -133,16 +139,16 @@ def adagrad_float32(
                 p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 before + start + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adagrad_float32_tile(
-                p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
-                stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adagrad_float32_tile(
+                    p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + count // TILE * BLOCKS + part * FEW, few,
+                    few_blocks, live, live_block, before + start + few, weight_decay, grad_scale, start_, scalar_1, scalar_2,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -152,9 +158,9 @@ def adagrad_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     sum_ = get(sum_ptr, at, live, MASKED)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
@@ -162,8 +168,8 @@ def adagrad_float32_small_tile(
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(sum_ptr, at, sum_, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -180,7 +186,9 @@ def adagrad_float32_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -200,14 +208,14 @@ def adagrad_float32_small(
             p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, start_, scalar_1,
             scalar_2, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adagrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, live, weight_decay, grad_scale, start_, scalar_1,
-            scalar_2, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adagrad_float32_small_tile(
+                p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, start_, scalar_1,
+                scalar_2, True,
+            )
 
 
 @triton.jit
@@ -217,10 +225,12 @@ def adagrad_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
     sum_range = get(sum_range_ptr, at_block, live_block, MASKED)
     sum_header = sum_range.to(tl.int32)
     sum_cells = tl.maximum(sum_header & 255, 4)
@@ -229,8 +239,6 @@ def adagrad_bfloat16_tile(
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
     sum_code = get(sum_ptr, at, live, MASKED)
     sum_value = (sum_middle[:, None] + sum_code.to(tl.int32) * sum_step[:, None]).to(tl.float32, bitcast=True)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
     sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))                 # 21  sum = sum + start + g * g
@@ -246,26 +254,26 @@ def adagrad_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     sum_pattern = p_sqrt.to(tl.int32, bitcast=True)
     sum_above = (tl.minimum(tl.maximum(block_max(sum_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     sum_below = block_min(sum_pattern, live, MASKED) + -524288 >> 22
     sum_units = tl.minimum(tl.maximum(sum_above - tl.maximum(sum_below, 128), 1), 64)
     sum_first = sum_above - sum_units
-    sum_cells = tl.minimum((256.5 * inverse(sum_units.to(tl.float32))).to(tl.int32), 255)
     sum_start = sum_first << 22
-    sum_scale = sum_cells << 2
     sum_half = sum_units * 10240
     sum_base = sum_start + sum_half
+    p_sub = 1601175552 - sum_base
+    sum_cells = tl.minimum((256.5 * inverse(sum_units.to(tl.float32))).to(tl.int32), 255)
+    sum_scale = sum_cells << 2
     p_add = sum_half * sum_scale + -8388608
     sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - sum_base
     sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], p_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
-    sum_header = sum_first + -128 << 8 | sum_cells
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
     put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
+    sum_header = sum_first + -128 << 8 | sum_cells
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
@@ -288,14 +296,16 @@ def adagrad_bfloat16(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -307,6 +317,9 @@ def adagrad_bfloat16(
                 weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -316,6 +329,7 @@ def adagrad_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adagrad_bfloat16_tile(
@@ -332,16 +346,16 @@ def adagrad_bfloat16(
                 at_block, at, at_block, before + start + at, weight_decay, grad_scale, start_, scalar_1, scalar_2,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adagrad_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, weight_decay, grad_scale, start_, scalar_1, scalar_2,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adagrad_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
+                    sum_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -351,12 +365,12 @@ def adagrad_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     sum_ = get(sum_ptr, at, live, MASKED)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
@@ -364,6 +378,7 @@ def adagrad_bfloat16_small_tile(
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
+    put(sum_ptr, at, sum_, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -373,10 +388,9 @@ def adagrad_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(sum_ptr, at, sum_, live, MASKED)
 
 
 @triton.jit
@@ -395,7 +409,9 @@ def adagrad_bfloat16_small(
     sum_ptr = pointer(row + 3, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -404,6 +420,7 @@ def adagrad_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adagrad_bfloat16_small_tile(
@@ -418,14 +435,14 @@ def adagrad_bfloat16_small(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, at, before + start + at,
             weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adagrad_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, live, before + start + at,
-            weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adagrad_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live, before + start + few,
+                weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -435,17 +452,19 @@ def adagrad_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     sum_range = get(sum_range_ptr, at_block, live_block, MASKED)
     sum_header = sum_range.to(tl.int32)
     sum_cells = tl.maximum(sum_header & 255, 4)
@@ -454,8 +473,6 @@ def adagrad_float16_tile(
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
     sum_code = get(sum_ptr, at, live, MASKED)
     sum_value = (sum_middle[:, None] + sum_code.to(tl.int32) * sum_step[:, None]).to(tl.float32, bitcast=True)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
     sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))                 # 21  sum = sum + start + g * g
@@ -463,6 +480,11 @@ def adagrad_float16_tile(
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     p = tl.fma(minus(g), reciprocal(tl.fma(p_sqrt, scalar_1, scalar_2)), p)
     # -- encode and store
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -471,37 +493,32 @@ def adagrad_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     sum_pattern = p_sqrt.to(tl.int32, bitcast=True)
     sum_above = (tl.minimum(tl.maximum(block_max(sum_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     sum_below = block_min(sum_pattern, live, MASKED) + -524288 >> 22
     sum_units = tl.minimum(tl.maximum(sum_above - tl.maximum(sum_below, 128), 1), 64)
     sum_first = sum_above - sum_units
-    sum_cells = tl.minimum((256.5 * inverse(sum_units.to(tl.float32))).to(tl.int32), 255)
     sum_start = sum_first << 22
-    sum_scale = sum_cells << 2
     sum_half = sum_units * 10240
     sum_base = sum_start + sum_half
+    p_sub = 1601175552 - sum_base
+    sum_cells = tl.minimum((256.5 * inverse(sum_units.to(tl.float32))).to(tl.int32), 255)
+    sum_scale = sum_cells << 2
     p_add = sum_half * sum_scale + -8388608
     sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - sum_base
     sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], p_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
-    sum_header = sum_first + -128 << 8 | sum_cells
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
     put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
+    sum_header = sum_first + -128 << 8 | sum_cells
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
@@ -524,14 +541,16 @@ def adagrad_float16(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -543,6 +562,9 @@ def adagrad_float16(
                 weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -552,6 +574,7 @@ def adagrad_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adagrad_float16_tile(
@@ -568,16 +591,16 @@ def adagrad_float16(
                 at_block, at, at_block, before + start + at, weight_decay, grad_scale, start_, scalar_1, scalar_2,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adagrad_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, weight_decay, grad_scale, start_, scalar_1, scalar_2,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adagrad_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
+                    sum_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -587,19 +610,19 @@ def adagrad_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     sum_ = get(sum_ptr, at, live, MASKED)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)     # 19  g = l2(g, p, weight_decay)
@@ -607,6 +630,12 @@ def adagrad_float16_small_tile(
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
+    put(sum_ptr, at, sum_, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -615,22 +644,16 @@ def adagrad_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(sum_ptr, at, sum_, live, MASKED)
 
 
 @triton.jit
@@ -649,7 +672,9 @@ def adagrad_float16_small(
     sum_ptr = pointer(row + 3, tl.float32, ALIGNED)                   # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -658,6 +683,7 @@ def adagrad_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adagrad_float16_small_tile(
@@ -672,14 +698,14 @@ def adagrad_float16_small(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, at, before + start + at,
             weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adagrad_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, live, before + start + at,
-            weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adagrad_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live, before + start + few,
+                weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -45,17 +45,17 @@ struct adam_float32 {
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -89,18 +89,18 @@ struct adam_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                            // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -136,18 +136,18 @@ struct adam_float16 {
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                                // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -182,20 +182,20 @@ struct adam_float32_amsgrad {
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5)), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -231,21 +231,21 @@ struct adam_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                            // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5)), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -283,21 +283,21 @@ struct adam_float16_amsgrad {
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                                // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5)), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -35,10 +35,10 @@ def adam_float32(
         sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adam.py)
     g = g + weight_decay * p                                     # 22  g = l2(g, p, weight_decay)
@@ -68,11 +68,11 @@ def adam_bfloat16(
         sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adam.py)
     g = g + weight_decay * p                                     # 22  g = l2(g, p, weight_decay)
@@ -104,11 +104,11 @@ def adam_float16(
         sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adam.py)
     g = g + weight_decay * p                                     # 22  g = l2(g, p, weight_decay)
@@ -138,12 +138,12 @@ def adam_float32_amsgrad(
         sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adam.py)
     g = g + weight_decay * p                                         # 22  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -176,13 +176,13 @@ def adam_bfloat16_amsgrad(
         sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adam.py)
     g = g + weight_decay * p                                         # 22  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -217,13 +217,13 @@ def adam_float16_amsgrad(
         sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adam.py)
     g = g + weight_decay * p                                         # 22  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g

@@ -51,11 +51,11 @@ struct adam_float32 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float p_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -76,16 +76,16 @@ struct adam_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -103,16 +103,16 @@ struct adam_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                   // 22  g = l2(g, p, weight_decay)
                 // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -121,10 +121,10 @@ struct adam_float32 {
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-exp_avg, reciprocal(fma(p_sqrt, scalar_2, scalar_3)), p);
+                const I exp_avg_sq_pattern = bits(p_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(p_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -144,21 +144,21 @@ struct adam_float32 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I p_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            store(p_add_kept + b, p_add);
+            store(p_add_2_kept + b, p_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(p_sub_kept + b, p_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(p_add_kept + b, p_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -166,21 +166,21 @@ struct adam_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I p_add(p_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + p_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
                 const I exp_avg_sq_position = max(min(bits(p_sqrt) - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(p_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
                 take_larger(exp_avg_top, bits(p_abs), i, end);
@@ -240,17 +240,17 @@ struct adam_float32_small {
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5)), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -291,11 +291,11 @@ struct adam_bfloat16 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float p_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -316,16 +316,16 @@ struct adam_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -343,18 +343,18 @@ struct adam_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = bits(widen_bfloat16(p_stored));
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));                    // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));                    // bf16 and 8 more bits, stochastic
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_2 = fma(weight_decay, p, g);                                   // 22  g = l2(g, p, weight_decay)
@@ -368,9 +368,9 @@ struct adam_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(p_sqrt);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I exp_avg_sq_pattern = bits(p_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -391,21 +391,21 @@ struct adam_bfloat16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I p_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            store(p_add_kept + b, p_add);
+            store(p_add_2_kept + b, p_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(p_sub_kept + b, p_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(p_add_kept + b, p_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -413,21 +413,21 @@ struct adam_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I p_add(p_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + p_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
                 const I exp_avg_sq_position = max(min(bits(p_sqrt) - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(p_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
                 take_larger(exp_avg_top, bits(p_abs), i, end);
@@ -504,21 +504,21 @@ struct adam_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));            // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -565,11 +565,11 @@ struct adam_float16 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float p_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -590,16 +590,16 @@ struct adam_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -617,24 +617,24 @@ struct adam_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_2 = fma(weight_decay, p, g);                                   // 22  g = l2(g, p, weight_decay)
@@ -645,23 +645,23 @@ struct adam_float16 {
                 const F p_sqrt = sqrt(exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-exp_avg, 1.0f / fma(p_sqrt, scalar_2, scalar_3), p);
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 32768;
+                const I p_magnitude = p_bitcast & 2147483647;
+                const F p_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(p_sqrt);
-                const I p_bitcast = bits(p_2);
-                const I p_magnitude = p_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I exp_avg_sq_pattern = bits(p_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -682,21 +682,21 @@ struct adam_float16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I p_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            store(p_add_kept + b, p_add);
+            store(p_add_2_kept + b, p_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(p_sub_kept + b, p_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(p_add_kept + b, p_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -704,21 +704,21 @@ struct adam_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I p_add(p_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + p_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
                 const I exp_avg_sq_position = max(min(bits(p_sqrt) - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(p_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
                 take_larger(exp_avg_top, bits(p_abs), i, end);
@@ -795,42 +795,42 @@ struct adam_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -877,11 +877,11 @@ struct adam_float32_amsgrad {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -907,16 +907,16 @@ struct adam_float32_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I max_exp_avg_sq_range = load(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = max_exp_avg_sq_range;
             const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
@@ -946,20 +946,20 @@ struct adam_float32_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_code * max_exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
-                const F p = load(p_at + i);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_3 = fma(weight_decay, p, g_2);                               // 22  g = l2(g, p, weight_decay)
                 // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -970,10 +970,10 @@ struct adam_float32_amsgrad {
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_range_sqrt, scalar_2, scalar_3)), p);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -1001,30 +1001,30 @@ struct adam_float32_amsgrad {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I p_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
             const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
+            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(p_add_kept + b, p_add);
+            store(p_add_2_kept + b, p_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(p_sub_kept + b, p_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(p_add_kept + b, p_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -1036,11 +1036,11 @@ struct adam_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I p_add(p_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -1051,10 +1051,10 @@ struct adam_float32_amsgrad {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + p_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(p_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
@@ -1118,20 +1118,20 @@ struct adam_float32_amsgrad_small {
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5)), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1178,11 +1178,11 @@ struct adam_bfloat16_amsgrad {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -1208,16 +1208,16 @@ struct adam_bfloat16_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I max_exp_avg_sq_range = load(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = max_exp_avg_sq_range;
             const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
@@ -1247,24 +1247,24 @@ struct adam_bfloat16_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = bits(widen_bfloat16(p_stored));
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));                  // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_code * max_exp_avg_sq_step);
-                const F p = as_float(p_high + -32768 + (p_low << 8));                  // bf16 and 8 more bits, stochastic
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_2 = fma(weight_decay, p, g);                                 // 22  g = l2(g, p, weight_decay)
                 // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_2, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -1278,10 +1278,10 @@ struct adam_bfloat16_amsgrad {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 take_larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
@@ -1309,30 +1309,30 @@ struct adam_bfloat16_amsgrad {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I p_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
             const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
+            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(p_add_kept + b, p_add);
+            store(p_add_2_kept + b, p_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(p_sub_kept + b, p_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(p_add_kept + b, p_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -1344,11 +1344,11 @@ struct adam_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I p_add(p_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -1359,10 +1359,10 @@ struct adam_bfloat16_amsgrad {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + p_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(p_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
@@ -1443,24 +1443,24 @@ struct adam_bfloat16_amsgrad_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));            // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1513,11 +1513,11 @@ struct adam_float16_amsgrad {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -1543,16 +1543,16 @@ struct adam_float16_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I max_exp_avg_sq_range = load(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = max_exp_avg_sq_range;
             const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
@@ -1582,30 +1582,30 @@ struct adam_float16_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_code * max_exp_avg_sq_step);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_2 = fma(weight_decay, p, g);                                 // 22  g = l2(g, p, weight_decay)
                 // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -1616,24 +1616,24 @@ struct adam_float16_amsgrad {
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_2, scalar_3), p);
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 32768;
+                const I p_magnitude = p_bitcast & 2147483647;
+                const F p_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                const I p_bitcast = bits(p_2);
-                const I p_magnitude = p_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 take_larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
@@ -1661,30 +1661,30 @@ struct adam_float16_amsgrad {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I p_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
             const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
+            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(p_add_kept + b, p_add);
+            store(p_add_2_kept + b, p_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(p_sub_kept + b, p_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(p_add_kept + b, p_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -1696,11 +1696,11 @@ struct adam_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I p_add(p_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -1711,10 +1711,10 @@ struct adam_float16_amsgrad {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + p_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(p_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
@@ -1795,45 +1795,45 @@ struct adam_float16_amsgrad_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 22  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -30,8 +30,16 @@ def adam_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -40,16 +48,8 @@ def adam_float32_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adam.py)
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -61,6 +61,20 @@ def adam_float32_tile(
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(p_sqrt, scalar_2, scalar_3)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    exp_avg_sq_pattern = p_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    p_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    p_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -69,37 +83,23 @@ def adam_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - exp_avg_sq_base
+    p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add_2[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], p_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    p_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (p_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     p_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -124,14 +124,16 @@ def adam_float32(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -144,6 +146,9 @@ def adam_float32(
                 scalar_3, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -154,6 +159,7 @@ def adam_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adam_float32_tile(
@@ -172,17 +178,18 @@ def adam_float32(
                 before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
                 scalar_3, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adam_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
-                scalar_3, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adam_float32_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
+                    scalar_3, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -193,22 +200,22 @@ def adam_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adam.py)
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -228,7 +235,9 @@ def adam_float32_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -251,15 +260,15 @@ def adam_float32_small(
             weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
             scalar_3, scalar_4, scalar_5, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adam_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
-            weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_3, scalar_4, scalar_5, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adam_float32_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_3, scalar_4, scalar_5, True,
+            )
 
 
 @triton.jit
@@ -270,10 +279,19 @@ def adam_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -282,15 +300,6 @@ def adam_bfloat16_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adam.py)
@@ -312,40 +321,40 @@ def adam_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     exp_avg_sq_pattern = p_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], p_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     p_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    p_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], p_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (p_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     p_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -371,14 +380,16 @@ def adam_bfloat16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -391,6 +402,9 @@ def adam_bfloat16(
                 one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -402,6 +416,7 @@ def adam_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adam_bfloat16_tile(
@@ -420,17 +435,18 @@ def adam_bfloat16(
                 at_block, at, at_block, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adam_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adam_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
+                    scalar_3, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -441,22 +457,24 @@ def adam_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adam.py)
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -466,11 +484,9 @@ def adam_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -492,7 +508,9 @@ def adam_bfloat16_small(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -502,6 +520,7 @@ def adam_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adam_bfloat16_small_tile(
@@ -519,15 +538,15 @@ def adam_bfloat16_small(
             at, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adam_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-            live, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adam_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, before + start + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -538,17 +557,26 @@ def adam_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -557,15 +585,6 @@ def adam_float16_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adam.py)
@@ -579,6 +598,11 @@ def adam_float16_tile(
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(p_sqrt, scalar_2, scalar_3)), p)
     # -- encode and store
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -587,51 +611,46 @@ def adam_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     exp_avg_sq_pattern = p_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], p_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     p_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    p_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], p_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (p_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     p_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -657,14 +676,16 @@ def adam_float16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -677,6 +698,9 @@ def adam_float16(
                 one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -688,6 +712,7 @@ def adam_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adam_float16_tile(
@@ -706,17 +731,18 @@ def adam_float16(
                 at_block, at, at_block, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adam_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adam_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
+                    scalar_3, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -727,29 +753,36 @@ def adam_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adam.py)
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -758,23 +791,16 @@ def adam_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -796,7 +822,9 @@ def adam_float16_small(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -806,6 +834,7 @@ def adam_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adam_float16_small_tile(
@@ -823,15 +852,15 @@ def adam_float16_small(
             at, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adam_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-            live, before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adam_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, before + start + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -842,8 +871,16 @@ def adam_float32_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -852,13 +889,6 @@ def adam_float32_amsgrad_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
     max_exp_avg_sq_cells = tl.maximum(max_exp_avg_sq_header & 255, 4)
@@ -867,11 +897,10 @@ def adam_float32_amsgrad_tile(
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_code.to(tl.int32) * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    p = get(p_ptr, at, live, MASKED)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adam.py)
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -885,6 +914,20 @@ def adam_float32_amsgrad_tile(
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_range_sqrt, scalar_2, scalar_3)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
+    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    p_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    p_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -893,50 +936,36 @@ def adam_float32_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - exp_avg_sq_base
+    p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add_2[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], p_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    p_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (p_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     p_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.to(tl.int32, bitcast=True)
     max_exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, live, MASKED) >> 22
     max_exp_avg_sq_units = tl.minimum(tl.maximum(max_exp_avg_sq_above - tl.maximum(max_exp_avg_sq_below, 128), 1), 64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_range_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -963,14 +992,16 @@ def adam_float32_amsgrad(
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -983,6 +1014,9 @@ def adam_float32_amsgrad(
                 one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -995,6 +1029,7 @@ def adam_float32_amsgrad(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adam_float32_amsgrad_tile(
@@ -1015,18 +1050,19 @@ def adam_float32_amsgrad(
                 weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key,
                 False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adam_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1,
-                beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key,
-                stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adam_float32_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
+                    scalar_3, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1037,26 +1073,26 @@ def adam_float32_amsgrad_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adam.py)
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_4, scalar_5)), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -1077,7 +1113,9 @@ def adam_float32_amsgrad_small(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1102,15 +1140,15 @@ def adam_float32_amsgrad_small(
             at, at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adam_float32_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adam_float32_amsgrad_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, True,
+            )
 
 
 @triton.jit
@@ -1122,10 +1160,19 @@ def adam_bfloat16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -1134,13 +1181,6 @@ def adam_bfloat16_amsgrad_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
     max_exp_avg_sq_cells = tl.maximum(max_exp_avg_sq_header & 255, 4)
@@ -1149,12 +1189,10 @@ def adam_bfloat16_amsgrad_tile(
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_code.to(tl.int32) * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adam.py)
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -1176,53 +1214,53 @@ def adam_bfloat16_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], p_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     p_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    p_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], p_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (p_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     p_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.to(tl.int32, bitcast=True)
     max_exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, live, MASKED) >> 22
     max_exp_avg_sq_units = tl.minimum(tl.maximum(max_exp_avg_sq_above - tl.maximum(max_exp_avg_sq_below, 128), 1), 64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_range_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -1250,14 +1288,16 @@ def adam_bfloat16_amsgrad(
     columns = tl.load(row + 10)
     stream_key = tl.load(row + 11).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1271,6 +1311,9 @@ def adam_bfloat16_amsgrad(
                 True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1284,6 +1327,7 @@ def adam_bfloat16_amsgrad(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adam_bfloat16_amsgrad_tile(
@@ -1304,18 +1348,19 @@ def adam_bfloat16_amsgrad(
                 before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
                 scalar_3, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adam_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
-                scalar_3, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adam_bfloat16_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
+                    scalar_3, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1327,25 +1372,28 @@ def adam_bfloat16_amsgrad_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adam.py)
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_4, scalar_5)), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1355,12 +1403,9 @@ def adam_bfloat16_amsgrad_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -1383,7 +1428,9 @@ def adam_bfloat16_amsgrad_small(
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1394,6 +1441,7 @@ def adam_bfloat16_amsgrad_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adam_bfloat16_amsgrad_small_tile(
@@ -1412,16 +1460,16 @@ def adam_bfloat16_amsgrad_small(
             one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
             scalar_5, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adam_bfloat16_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, live, before + start + at, beta1, beta2, weight_decay, grad_scale,
-            one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
-            scalar_5, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adam_bfloat16_amsgrad_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                max_exp_avg_sq_ptr + start, few, live, before + start + few, beta1, beta2, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
+                scalar_5, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -1433,17 +1481,26 @@ def adam_float16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -1452,13 +1509,6 @@ def adam_float16_amsgrad_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
     max_exp_avg_sq_cells = tl.maximum(max_exp_avg_sq_header & 255, 4)
@@ -1467,12 +1517,10 @@ def adam_float16_amsgrad_tile(
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_code.to(tl.int32) * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adam.py)
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -1486,6 +1534,11 @@ def adam_float16_amsgrad_tile(
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_range_sqrt, scalar_2, scalar_3)), p)
     # -- encode and store
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1494,64 +1547,59 @@ def adam_float16_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], p_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     p_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    p_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], p_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (p_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     p_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.to(tl.int32, bitcast=True)
     max_exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, live, MASKED) >> 22
     max_exp_avg_sq_units = tl.minimum(tl.maximum(max_exp_avg_sq_above - tl.maximum(max_exp_avg_sq_below, 128), 1), 64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_range_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -1579,14 +1627,16 @@ def adam_float16_amsgrad(
     columns = tl.load(row + 10)
     stream_key = tl.load(row + 11).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1600,6 +1650,9 @@ def adam_float16_amsgrad(
                 True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1613,6 +1666,7 @@ def adam_float16_amsgrad(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adam_float16_amsgrad_tile(
@@ -1633,18 +1687,19 @@ def adam_float16_amsgrad(
                 before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
                 scalar_3, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adam_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
-                scalar_3, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adam_float16_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
+                    scalar_3, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1656,32 +1711,40 @@ def adam_float16_amsgrad_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adam.py)
     g = tl.fma(weight_decay, p, g)                                   # 22  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)          # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 26  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_4, scalar_5)), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1690,24 +1753,16 @@ def adam_float16_amsgrad_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -1730,7 +1785,9 @@ def adam_float16_amsgrad_small(
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1741,6 +1798,7 @@ def adam_float16_amsgrad_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adam_float16_amsgrad_small_tile(
@@ -1759,16 +1817,16 @@ def adam_float16_amsgrad_small(
             one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
             scalar_5, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adam_float16_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, live, before + start + at, beta1, beta2, weight_decay, grad_scale,
-            one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
-            scalar_5, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adam_float16_amsgrad_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                max_exp_avg_sq_ptr + start, few, live, before + start + few, beta1, beta2, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
+                scalar_5, step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
@@ -1789,10 +1847,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "adam_float32": {"maxnreg": 96},
+    "adam_float32": {"maxnreg": 64},
     "adam_float32_small": {"maxnreg": 64},
-    "adam_bfloat16": {"maxnreg": 96},
+    "adam_bfloat16": {"maxnreg": 64},
     "adam_bfloat16_small": {"maxnreg": 64},
-    "adam_float16": {"maxnreg": 96},
+    "adam_float16": {"maxnreg": 64},
     "adam_float16_small": {"maxnreg": 64},
 }

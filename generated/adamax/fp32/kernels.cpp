@@ -43,17 +43,17 @@ struct adamax_float32 {
 
         // -- elements: decode, update  (specs/adamax.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 20  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_3) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
             const F p_2 = fma(-fma(scalar_2, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_inf_at + i, exp_inf_2);
@@ -85,18 +85,18 @@ struct adamax_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                            // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 20  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
             const F p_2 = fma(-fma(scalar_2, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -130,18 +130,18 @@ struct adamax_float16 {
 
         // -- elements: decode, update  (specs/adamax.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                                // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 20  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
             const F p_2 = fma(-fma(scalar_2, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_inf_at + i, exp_inf_2);

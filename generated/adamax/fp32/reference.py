@@ -30,10 +30,10 @@ def adamax_float32(
         p_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_inf = b.elements(exp_inf_tensor)
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
@@ -56,11 +56,11 @@ def adamax_bfloat16(
         p_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_inf = b.elements(exp_inf_tensor)
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
@@ -85,11 +85,11 @@ def adamax_float16(
         p_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_inf = b.elements(exp_inf_tensor)
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)

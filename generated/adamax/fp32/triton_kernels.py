@@ -29,22 +29,22 @@ def adamax_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
-    g = tl.fma(weight_decay, p, g)                           # 20  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_inf_ptr, at, exp_inf, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -64,7 +64,9 @@ def adamax_float32(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_inf_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -86,14 +88,14 @@ def adamax_float32(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
             weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamax_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live, beta1, beta2, eps,
-            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamax_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
+                weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
+            )
 
 
 @triton.jit
@@ -103,25 +105,25 @@ def adamax_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
-    g = tl.fma(weight_decay, p, g)                           # 20  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
+    put(exp_inf_ptr, at, exp_inf, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_inf_ptr, at, exp_inf, live, MASKED)
 
 
 @triton.jit
@@ -141,7 +143,9 @@ def adamax_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_inf_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -163,14 +167,14 @@ def adamax_bfloat16(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
             weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamax_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live, beta1, beta2, eps,
-            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamax_bfloat16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
+                weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
+            )
 
 
 @triton.jit
@@ -180,23 +184,23 @@ def adamax_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
-    g = tl.fma(weight_decay, p, g)                           # 20  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_inf_ptr, at, exp_inf, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -216,7 +220,9 @@ def adamax_float16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_inf_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -238,14 +244,14 @@ def adamax_float16(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
             weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamax_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live, beta1, beta2, eps,
-            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamax_float16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
+                weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

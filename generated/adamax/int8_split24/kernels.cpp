@@ -100,6 +100,7 @@ struct adamax_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const I exp_avg_code = load(exp_avg_at + i);
@@ -109,17 +110,16 @@ struct adamax_float32 {
                 const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_code * exp_inf_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_inf = exp_inf_value * exp_inf_value;
-                const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                   // 20  g = l2(g, p, weight_decay)
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 const F exp_inf_2 = max(beta2 * exp_inf, abs(g_3) + eps);  // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
                 // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
                 const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / exp_inf_2, p);
+                const F p_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F p_abs = abs(exp_avg);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
                 take_larger(exp_avg_top, bits(p_abs), i, end);
                 take_larger(largest_of_block_2, exp_inf_pattern, i, end);
@@ -147,13 +147,13 @@ struct adamax_float32 {
             const I exp_inf_below = smallest_of_block + -524288 >> 22;
             const I exp_inf_units = min(max(exp_inf_above - max(exp_inf_below, I(128)), I(1)), I(64));
             const I exp_inf_first = exp_inf_above - exp_inf_units;
-            const I exp_inf_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_inf_units))), I(255));
             const I exp_inf_start = exp_inf_first << 22;
-            const I exp_inf_scale = exp_inf_cells_2 << 2;
             const I exp_inf_half = exp_inf_units * 10240;
             const I exp_inf_base = exp_inf_start + exp_inf_half;
-            const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_range_sub = 1601175552 - exp_inf_base;
+            const I exp_inf_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_inf_units))), I(255));
+            const I exp_inf_scale = exp_inf_cells_2 << 2;
+            const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_header_2 = exp_inf_first + -128 << 8 | exp_inf_cells_2;
             store(p_mul_kept + b, p_mul);
             store(exp_inf_range_add_kept + b, exp_inf_range_add);
@@ -210,17 +210,17 @@ struct adamax_float32_small {
 
         // -- elements: decode, update  (specs/adamax.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 20  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_3) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
             const F p_2 = fma(-fma(scalar_2, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_inf_at + i, exp_inf_2);
@@ -310,18 +310,18 @@ struct adamax_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const I exp_inf_code = load(exp_inf_at + i);
                 const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_code * exp_inf_step);
-                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_inf = exp_inf_value * exp_inf_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 20  g = l2(g, p, weight_decay)
@@ -333,10 +333,10 @@ struct adamax_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F p_abs = abs(exp_avg);
-                const I exp_inf_pattern = bits(sqrt(exp_inf_2));
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const F p_abs = abs(exp_avg);
+                const I exp_inf_pattern = bits(sqrt(exp_inf_2));
                 take_larger(exp_avg_top, bits(p_abs), i, end);
                 take_larger(largest_of_block_2, exp_inf_pattern, i, end);
                 take_smaller(smallest_of_block, exp_inf_pattern, i, end);
@@ -364,13 +364,13 @@ struct adamax_bfloat16 {
             const I exp_inf_below = smallest_of_block + -524288 >> 22;
             const I exp_inf_units = min(max(exp_inf_above - max(exp_inf_below, I(128)), I(1)), I(64));
             const I exp_inf_first = exp_inf_above - exp_inf_units;
-            const I exp_inf_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_inf_units))), I(255));
             const I exp_inf_start = exp_inf_first << 22;
-            const I exp_inf_scale = exp_inf_cells_2 << 2;
             const I exp_inf_half = exp_inf_units * 10240;
             const I exp_inf_base = exp_inf_start + exp_inf_half;
-            const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_range_sub = 1601175552 - exp_inf_base;
+            const I exp_inf_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_inf_units))), I(255));
+            const I exp_inf_scale = exp_inf_cells_2 << 2;
+            const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_header_2 = exp_inf_first + -128 << 8 | exp_inf_cells_2;
             store(p_mul_kept + b, p_mul);
             store(exp_inf_range_add_kept + b, exp_inf_range_add);
@@ -444,21 +444,21 @@ struct adamax_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));            // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 20  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
             const F p_2 = fma(-fma(scalar_2, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -554,24 +554,24 @@ struct adamax_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const I exp_inf_code = load(exp_inf_at + i);
                 const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_code * exp_inf_step);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_inf = exp_inf_value * exp_inf_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 20  g = l2(g, p, weight_decay)
@@ -580,24 +580,24 @@ struct adamax_float16 {
                 const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);  // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
                 // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
                 const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / exp_inf_2, p);
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 32768;
+                const I p_magnitude = p_bitcast & 2147483647;
+                const F p_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F p_abs = abs(exp_avg);
-                const I exp_inf_pattern = bits(sqrt(exp_inf_2));
-                const I p_bitcast = bits(p_2);
-                const I p_magnitude = p_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F p_abs = abs(exp_avg);
+                const I exp_inf_pattern = bits(sqrt(exp_inf_2));
                 take_larger(exp_avg_top, bits(p_abs), i, end);
                 take_larger(largest_of_block_2, exp_inf_pattern, i, end);
                 take_smaller(smallest_of_block, exp_inf_pattern, i, end);
@@ -625,13 +625,13 @@ struct adamax_float16 {
             const I exp_inf_below = smallest_of_block + -524288 >> 22;
             const I exp_inf_units = min(max(exp_inf_above - max(exp_inf_below, I(128)), I(1)), I(64));
             const I exp_inf_first = exp_inf_above - exp_inf_units;
-            const I exp_inf_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_inf_units))), I(255));
             const I exp_inf_start = exp_inf_first << 22;
-            const I exp_inf_scale = exp_inf_cells_2 << 2;
             const I exp_inf_half = exp_inf_units * 10240;
             const I exp_inf_base = exp_inf_start + exp_inf_half;
-            const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_range_sub = 1601175552 - exp_inf_base;
+            const I exp_inf_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_inf_units))), I(255));
+            const I exp_inf_scale = exp_inf_cells_2 << 2;
+            const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_header_2 = exp_inf_first + -128 << 8 | exp_inf_cells_2;
             store(p_mul_kept + b, p_mul);
             store(exp_inf_range_add_kept + b, exp_inf_range_add);
@@ -705,42 +705,42 @@ struct adamax_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 20  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
             const F p_2 = fma(-fma(scalar_2, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

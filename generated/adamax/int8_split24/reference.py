@@ -31,8 +31,7 @@ def adamax_float32(
         p_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -42,6 +41,8 @@ def adamax_float32(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_inf_range = b.per_block(exp_inf_range_tensor)
     exp_inf_header = exp_inf_range.to(torch.int32)
     exp_inf_cells = (exp_inf_header & 255).clamp(min=4)
@@ -52,21 +53,12 @@ def adamax_float32(
     exp_inf_value = (exp_inf_middle + exp_inf_code.to(torch.int32) * exp_inf_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
-    p = b.elements(p_tensor)
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g      # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    word_and = b.index() & 7
-    # 32 random bits: hash(element, tensor, step)
-    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -75,19 +67,27 @@ def adamax_float32(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_and = b.index() & 7
+    # 32 random bits: hash(element, tensor, step)
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_inf_pattern = sqrt(exp_inf).view(torch.int32)
     exp_inf_above = (block_max(exp_inf_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     exp_inf_below = block_min(exp_inf_pattern, b.live) - 524288 >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
-    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_start = exp_inf_first << 22
-    exp_inf_scale = exp_inf_cells << 2
     exp_inf_half = exp_inf_units * 10240
     exp_inf_base = exp_inf_start + exp_inf_half
-    exp_inf_range_sub = exp_inf_half * exp_inf_scale - 8388608
-    exp_inf_offset = ((noise & 4095) << 12 | 2048) + exp_inf_range_sub
     exp_inf_range_sub = 1601175552 - exp_inf_base
+    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_inf_scale = exp_inf_cells << 2
+    exp_inf_range_sub_2 = exp_inf_half * exp_inf_scale - 8388608
+    exp_inf_offset = ((noise & 4095) << 12 | 2048) + exp_inf_range_sub_2
     exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_base, exp_inf_range_sub).clamp(min=0) * exp_inf_scale + exp_inf_offset
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
@@ -108,10 +108,10 @@ def adamax_float32_small(
         p_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_inf = b.elements(exp_inf_tensor)
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
@@ -135,12 +135,11 @@ def adamax_bfloat16(
         p_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -150,6 +149,8 @@ def adamax_bfloat16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_inf_range = b.per_block(exp_inf_range_tensor)
     exp_inf_header = exp_inf_range.to(torch.int32)
     exp_inf_cells = (exp_inf_header & 255).clamp(min=4)
@@ -158,7 +159,6 @@ def adamax_bfloat16(
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = b.elements(exp_inf_tensor)
     exp_inf_value = (exp_inf_middle + exp_inf_code.to(torch.int32) * exp_inf_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
     # -- update  (specs/adamax.py)
@@ -175,6 +175,8 @@ def adamax_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -188,19 +190,17 @@ def adamax_bfloat16(
     exp_inf_below = block_min(exp_inf_pattern, b.live) - 524288 >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
-    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_start = exp_inf_first << 22
-    exp_inf_scale = exp_inf_cells << 2
     exp_inf_half = exp_inf_units * 10240
     exp_inf_base = exp_inf_start + exp_inf_half
-    exp_inf_range_sub = exp_inf_half * exp_inf_scale - 8388608
-    exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_sub
     exp_inf_range_sub = 1601175552 - exp_inf_base
+    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_inf_scale = exp_inf_cells << 2
+    exp_inf_range_sub_2 = exp_inf_half * exp_inf_scale - 8388608
+    exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_sub_2
     exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_base, exp_inf_range_sub).clamp(min=0) * exp_inf_scale + exp_inf_offset
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -219,14 +219,14 @@ def adamax_bfloat16_small(
         p_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_inf = b.elements(exp_inf_tensor)
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
@@ -261,17 +261,17 @@ def adamax_float16(
         p_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -281,6 +281,8 @@ def adamax_float16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_inf_range = b.per_block(exp_inf_range_tensor)
     exp_inf_header = exp_inf_range.to(torch.int32)
     exp_inf_cells = (exp_inf_header & 255).clamp(min=4)
@@ -289,8 +291,6 @@ def adamax_float16(
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = b.elements(exp_inf_tensor)
     exp_inf_value = (exp_inf_middle + exp_inf_code.to(torch.int32) * exp_inf_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
     # -- update  (specs/adamax.py)
@@ -299,6 +299,12 @@ def adamax_float16(
     exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -307,6 +313,14 @@ def adamax_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -320,31 +334,17 @@ def adamax_float16(
     exp_inf_below = block_min(exp_inf_pattern, b.live) - 524288 >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
-    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_start = exp_inf_first << 22
-    exp_inf_scale = exp_inf_cells << 2
     exp_inf_half = exp_inf_units * 10240
     exp_inf_base = exp_inf_start + exp_inf_half
-    exp_inf_range_sub = exp_inf_half * exp_inf_scale - 8388608
-    exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_sub
     exp_inf_range_sub = 1601175552 - exp_inf_base
+    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_inf_scale = exp_inf_cells << 2
+    exp_inf_range_sub_2 = exp_inf_half * exp_inf_scale - 8388608
+    exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_sub_2
     exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_base, exp_inf_range_sub).clamp(min=0) * exp_inf_scale + exp_inf_offset
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -363,20 +363,20 @@ def adamax_float16_small(
         p_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_inf = b.elements(exp_inf_tensor)
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
@@ -384,6 +384,12 @@ def adamax_float16_small(
     exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -392,18 +398,12 @@ def adamax_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -415,6 +415,7 @@ def adamax_float16_small(
 def adamax_float32_decode(p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_inf_tensor, exp_inf_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -434,7 +435,6 @@ def adamax_float32_decode(p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_in
     exp_inf_value = (exp_inf_middle + exp_inf_code.to(torch.int32) * exp_inf_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -445,9 +445,9 @@ def adamax_float32_decode(p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_in
 def adamax_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_inf = b.elements(values["exp_inf"])
-    in_p = b.elements(values["p"])
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -460,10 +460,10 @@ def adamax_float32_encode(values):
     exp_inf_below = block_min(exp_inf_pattern, b.live) >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
-    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_start = exp_inf_first << 22
-    exp_inf_scale = exp_inf_cells << 2
     in_exp_inf_sub = 1601175552 - exp_inf_start
+    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_inf_scale = exp_inf_cells << 2
     exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_start, in_exp_inf_sub).clamp(min=0) * exp_inf_scale
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
@@ -507,10 +507,11 @@ def adamax_bfloat16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -528,7 +529,6 @@ def adamax_bfloat16_decode(
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = b.elements(exp_inf_tensor)
     exp_inf_value = (exp_inf_middle + exp_inf_code.to(torch.int32) * exp_inf_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
     return {
@@ -541,9 +541,11 @@ def adamax_bfloat16_decode(
 def adamax_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_inf = b.elements(values["exp_inf"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -556,15 +558,13 @@ def adamax_bfloat16_encode(values):
     exp_inf_below = block_min(exp_inf_pattern, b.live) >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
-    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_start = exp_inf_first << 22
-    exp_inf_scale = exp_inf_cells << 2
     in_exp_inf_sub = 1601175552 - exp_inf_start
+    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_inf_scale = exp_inf_cells << 2
     exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_start, in_exp_inf_sub).clamp(min=0) * exp_inf_scale
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -578,10 +578,10 @@ def adamax_bfloat16_encode(values):
 def adamax_bfloat16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_inf_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_inf = b.elements(exp_inf_tensor)
@@ -613,15 +613,17 @@ def adamax_float16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -639,8 +641,6 @@ def adamax_float16_decode(
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = b.elements(exp_inf_tensor)
     exp_inf_value = (exp_inf_middle + exp_inf_code.to(torch.int32) * exp_inf_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
     return {
@@ -653,9 +653,22 @@ def adamax_float16_decode(
 def adamax_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_inf = b.elements(values["exp_inf"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -668,26 +681,13 @@ def adamax_float16_encode(values):
     exp_inf_below = block_min(exp_inf_pattern, b.live) >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
-    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_start = exp_inf_first << 22
-    exp_inf_scale = exp_inf_cells << 2
     in_exp_inf_sub = 1601175552 - exp_inf_start
+    exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_inf_scale = exp_inf_cells << 2
     exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_start, in_exp_inf_sub).clamp(min=0) * exp_inf_scale
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -701,14 +701,14 @@ def adamax_float16_encode(values):
 def adamax_float16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_inf_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -728,16 +728,16 @@ def adamax_float16_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_inf = b.elements(values["exp_inf"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

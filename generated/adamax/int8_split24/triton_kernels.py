@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -30,6 +30,7 @@ def adamax_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
@@ -49,7 +50,6 @@ def adamax_float32_tile(
     exp_inf_value = (exp_inf_middle[:, None] + exp_inf_code.to(tl.int32) * exp_inf_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
     g = tl.fma(weight_decay, p, g)  # 20  g = l2(g, p, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -60,6 +60,15 @@ def adamax_float32_tile(
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    p_abs = tl.abs(exp_avg)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -68,32 +77,23 @@ def adamax_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_abs = tl.abs(exp_avg)
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     exp_inf_pattern = tl.sqrt(exp_inf).to(tl.int32, bitcast=True)
     exp_inf_above = (tl.minimum(tl.maximum(block_max(exp_inf_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_inf_below = block_min(exp_inf_pattern, live, MASKED) + -524288 >> 22
     exp_inf_units = tl.minimum(tl.maximum(exp_inf_above - tl.maximum(exp_inf_below, 128), 1), 64)
     exp_inf_first = exp_inf_above - exp_inf_units
-    exp_inf_cells = tl.minimum((256.5 * inverse(exp_inf_units.to(tl.float32))).to(tl.int32), 255)
     exp_inf_start = exp_inf_first << 22
-    exp_inf_scale = exp_inf_cells << 2
     exp_inf_half = exp_inf_units * 10240
     exp_inf_base = exp_inf_start + exp_inf_half
+    exp_inf_range_sub = 1601175552 - exp_inf_base
+    exp_inf_cells = tl.minimum((256.5 * inverse(exp_inf_units.to(tl.float32))).to(tl.int32), 255)
+    exp_inf_scale = exp_inf_cells << 2
     exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608
     exp_inf_offset = ((noise & 4095) << 12 | 2048) + exp_inf_range_add[:, None]
-    exp_inf_range_sub = 1601175552 - exp_inf_base
     exp_inf_position = tl.maximum(tl.minimum(exp_inf_pattern - exp_inf_base[:, None], exp_inf_range_sub[:, None]), 0) * exp_inf_scale[:, None] + exp_inf_offset
-    exp_inf_header = exp_inf_first + -128 << 8 | exp_inf_cells
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_inf_ptr, at, byte(exp_inf_position, 3), live, MASKED)
+    exp_inf_header = exp_inf_first + -128 << 8 | exp_inf_cells
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
 
@@ -118,14 +118,16 @@ def adamax_float32(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -138,6 +140,9 @@ def adamax_float32(
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -148,6 +153,7 @@ def adamax_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamax_float32_tile(
@@ -166,17 +172,18 @@ def adamax_float32(
                 beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key,
                 stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamax_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamax_float32_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
+                    exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -186,22 +193,22 @@ def adamax_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
-    g = tl.fma(weight_decay, p, g)                           # 20  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_inf_ptr, at, exp_inf, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -221,7 +228,9 @@ def adamax_float32_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_inf_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -243,14 +252,14 @@ def adamax_float32_small(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
             weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamax_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live, beta1, beta2, eps,
-            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamax_float32_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
+                weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
+            )
 
 
 @triton.jit
@@ -261,10 +270,12 @@ def adamax_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -280,8 +291,6 @@ def adamax_bfloat16_tile(
     exp_inf_middle = tl.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = get(exp_inf_ptr, at, live, MASKED)
     exp_inf_value = (exp_inf_middle[:, None] + exp_inf_code.to(tl.int32) * exp_inf_step[:, None]).to(tl.float32, bitcast=True)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
     # -- update  (specs/adamax.py)
@@ -302,35 +311,35 @@ def adamax_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     p_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     exp_inf_pattern = tl.sqrt(exp_inf).to(tl.int32, bitcast=True)
     exp_inf_above = (tl.minimum(tl.maximum(block_max(exp_inf_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_inf_below = block_min(exp_inf_pattern, live, MASKED) + -524288 >> 22
     exp_inf_units = tl.minimum(tl.maximum(exp_inf_above - tl.maximum(exp_inf_below, 128), 1), 64)
     exp_inf_first = exp_inf_above - exp_inf_units
-    exp_inf_cells = tl.minimum((256.5 * inverse(exp_inf_units.to(tl.float32))).to(tl.int32), 255)
     exp_inf_start = exp_inf_first << 22
-    exp_inf_scale = exp_inf_cells << 2
     exp_inf_half = exp_inf_units * 10240
     exp_inf_base = exp_inf_start + exp_inf_half
+    exp_inf_range_sub = 1601175552 - exp_inf_base
+    exp_inf_cells = tl.minimum((256.5 * inverse(exp_inf_units.to(tl.float32))).to(tl.int32), 255)
+    exp_inf_scale = exp_inf_cells << 2
     exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608
     exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_add[:, None]
-    exp_inf_range_sub = 1601175552 - exp_inf_base
     exp_inf_position = tl.maximum(tl.minimum(exp_inf_pattern - exp_inf_base[:, None], exp_inf_range_sub[:, None]), 0) * exp_inf_scale[:, None] + exp_inf_offset
-    exp_inf_header = exp_inf_first + -128 << 8 | exp_inf_cells
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_inf_ptr, at, byte(exp_inf_position, 3), live, MASKED)
+    exp_inf_header = exp_inf_first + -128 << 8 | exp_inf_cells
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
 
@@ -356,14 +365,16 @@ def adamax_bfloat16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -376,6 +387,9 @@ def adamax_bfloat16(
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -387,6 +401,7 @@ def adamax_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamax_bfloat16_tile(
@@ -405,17 +420,18 @@ def adamax_bfloat16(
                 at, at_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamax_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
-                live, live_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamax_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
+                    exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -426,22 +442,24 @@ def adamax_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
-    g = tl.fma(weight_decay, p, g)                           # 20  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
+    put(exp_inf_ptr, at, exp_inf, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -451,11 +469,9 @@ def adamax_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_inf_ptr, at, exp_inf, live, MASKED)
 
 
 @triton.jit
@@ -477,7 +493,9 @@ def adamax_bfloat16_small(
     exp_inf_ptr = pointer(row + 4, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -487,6 +505,7 @@ def adamax_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamax_bfloat16_small_tile(
@@ -503,15 +522,15 @@ def adamax_bfloat16_small(
             before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamax_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live,
-            before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamax_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
+                live, before + start + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -522,17 +541,19 @@ def adamax_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -548,8 +569,6 @@ def adamax_float16_tile(
     exp_inf_middle = tl.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = get(exp_inf_ptr, at, live, MASKED)
     exp_inf_value = (exp_inf_middle[:, None] + exp_inf_code.to(tl.int32) * exp_inf_step[:, None]).to(tl.float32, bitcast=True)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
     # -- update  (specs/adamax.py)
@@ -562,6 +581,11 @@ def adamax_float16_tile(
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     # -- encode and store
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -570,46 +594,41 @@ def adamax_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     p_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     exp_inf_pattern = tl.sqrt(exp_inf).to(tl.int32, bitcast=True)
     exp_inf_above = (tl.minimum(tl.maximum(block_max(exp_inf_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_inf_below = block_min(exp_inf_pattern, live, MASKED) + -524288 >> 22
     exp_inf_units = tl.minimum(tl.maximum(exp_inf_above - tl.maximum(exp_inf_below, 128), 1), 64)
     exp_inf_first = exp_inf_above - exp_inf_units
-    exp_inf_cells = tl.minimum((256.5 * inverse(exp_inf_units.to(tl.float32))).to(tl.int32), 255)
     exp_inf_start = exp_inf_first << 22
-    exp_inf_scale = exp_inf_cells << 2
     exp_inf_half = exp_inf_units * 10240
     exp_inf_base = exp_inf_start + exp_inf_half
+    exp_inf_range_sub = 1601175552 - exp_inf_base
+    exp_inf_cells = tl.minimum((256.5 * inverse(exp_inf_units.to(tl.float32))).to(tl.int32), 255)
+    exp_inf_scale = exp_inf_cells << 2
     exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608
     exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_add[:, None]
-    exp_inf_range_sub = 1601175552 - exp_inf_base
     exp_inf_position = tl.maximum(tl.minimum(exp_inf_pattern - exp_inf_base[:, None], exp_inf_range_sub[:, None]), 0) * exp_inf_scale[:, None] + exp_inf_offset
-    exp_inf_header = exp_inf_first + -128 << 8 | exp_inf_cells
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(exp_inf_ptr, at, byte(exp_inf_position, 3), live, MASKED)
+    exp_inf_header = exp_inf_first + -128 << 8 | exp_inf_cells
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
 
@@ -635,14 +654,16 @@ def adamax_float16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -655,6 +676,9 @@ def adamax_float16(
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -666,6 +690,7 @@ def adamax_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamax_float16_tile(
@@ -684,17 +709,18 @@ def adamax_float16(
                 at, at_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamax_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
-                live, live_block, before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamax_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
+                    exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -705,29 +731,36 @@ def adamax_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
-    g = tl.fma(weight_decay, p, g)                           # 20  g = l2(g, p, weight_decay)
-    exp_avg_2 = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
+    put(exp_inf_ptr, at, exp_inf, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -736,23 +769,16 @@ def adamax_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_inf_ptr, at, exp_inf, live, MASKED)
 
 
 @triton.jit
@@ -774,7 +800,9 @@ def adamax_float16_small(
     exp_inf_ptr = pointer(row + 4, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -784,6 +812,7 @@ def adamax_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamax_float16_small_tile(
@@ -800,15 +829,15 @@ def adamax_float16_small(
             before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamax_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, live,
-            before + start + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamax_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
+                live, before + start + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
@@ -823,10 +852,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "adamax_float32": {"maxnreg": 96},
+    "adamax_float32": {"maxnreg": 64},
     "adamax_float32_small": {"maxnreg": 64},
-    "adamax_bfloat16": {"maxnreg": 96},
+    "adamax_bfloat16": {"maxnreg": 64},
     "adamax_bfloat16_small": {"maxnreg": 64},
-    "adamax_float16": {"maxnreg": 96},
+    "adamax_float16": {"maxnreg": 64},
     "adamax_float16_small": {"maxnreg": 64},
 }

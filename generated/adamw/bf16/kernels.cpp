@@ -42,17 +42,17 @@ struct adamw_float32 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
+            const F g = Grad::load(g_at + i);
             const I exp_avg_stored = load(exp_avg_at + i);
             const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16
             const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
             const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16
             const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
@@ -89,27 +89,27 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                    // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
             const I exp_avg_stored = load(exp_avg_at + i);
             const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16
             const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
             const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16
-            const F g_stored = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);                    // bf16, nearest
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const I p_x_bits = bits(p_3);
+            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767;
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
             store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry >> 16);
             store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry >> 16);
@@ -140,19 +140,19 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                        // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
             const I exp_avg_stored = load(exp_avg_at + i);
             const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16
             const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
             const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16
-            const F g_stored = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                        // f16, nearest
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
@@ -190,21 +190,21 @@ struct adamw_float32_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
+            const F g = Grad::load(g_at + i);
             const I exp_avg_stored = load(exp_avg_at + i);
             const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16
             const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
             const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);   // bf16
+            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
+            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16
             const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
@@ -245,16 +245,15 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                            // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
             const I exp_avg_stored = load(exp_avg_at + i);
             const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16
             const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
             const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const F g_stored = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
+            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);                            // bf16, nearest
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -262,16 +261,17 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const I p_x_bits = bits(p_3);
+            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767;
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
             store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry >> 16);
             store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry >> 16);
@@ -304,16 +304,15 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                                // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
             const I exp_avg_stored = load(exp_avg_at + i);
             const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16
             const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
             const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const F g_stored = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
+            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                                // f16, nearest
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -321,6 +320,7 @@ struct adamw_float16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);

@@ -35,13 +35,13 @@ def adamw_float32(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16
-    p = b.elements(p_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -74,12 +74,12 @@ def adamw_bfloat16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                    # bf16, nearest
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16
     # -- update  (specs/adamw.py)
@@ -90,12 +90,12 @@ def adamw_bfloat16(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_x_bits = p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_x_bits = p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -116,12 +116,12 @@ def adamw_float16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                    # f16, nearest
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16
     # -- update  (specs/adamw.py)
@@ -156,15 +156,15 @@ def adamw_float32_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
-    p = b.elements(p_tensor)
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -203,16 +203,16 @@ def adamw_bfloat16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                            # bf16, nearest
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -224,14 +224,14 @@ def adamw_bfloat16_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_x_bits = p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_x_bits = p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -253,16 +253,16 @@ def adamw_float16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                            # f16, nearest
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -289,11 +289,11 @@ def adamw_float16_amsgrad(
 def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg),
@@ -304,9 +304,9 @@ def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
 def adamw_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -337,15 +337,15 @@ def adamw_bfloat16_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
 def adamw_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    p_x_bits = in_p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_x_bits = in_p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -372,9 +372,9 @@ def adamw_float16_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
 def adamw_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -389,13 +389,13 @@ def adamw_float16_encode(values):
 def adamw_float32_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, max_exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg),
@@ -407,10 +407,10 @@ def adamw_float32_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, ma
 def adamw_float32_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -447,18 +447,18 @@ def adamw_bfloat16_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, m
 def adamw_bfloat16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    p_x_bits = in_p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     max_exp_avg_sq_x_bits = in_max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_x_bits = in_p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -489,10 +489,10 @@ def adamw_float16_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, ma
 def adamw_float16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)

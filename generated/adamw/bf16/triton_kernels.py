@@ -29,27 +29,27 @@ def adamw_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)        # bf16
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)  # bf16
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -69,7 +69,9 @@ def adamw_float32(
     exp_avg_ptr = pointer(row + 2, tl.bfloat16, ALIGNED)              # bfloat16 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -91,14 +93,14 @@ def adamw_float32(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+            )
 
 
 @triton.jit
@@ -108,31 +110,31 @@ def adamw_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)                    # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)        # bf16
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)  # bf16
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)                    # bf16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
-    exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
-    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
-    exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
+    exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -152,7 +154,9 @@ def adamw_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.bfloat16, ALIGNED)              # bfloat16 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -174,14 +178,14 @@ def adamw_bfloat16(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+            )
 
 
 @triton.jit
@@ -191,29 +195,29 @@ def adamw_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)              # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)        # bf16
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)  # bf16
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)              # f16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -233,7 +237,9 @@ def adamw_float16(
     exp_avg_ptr = pointer(row + 2, tl.bfloat16, ALIGNED)              # bfloat16 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -255,14 +261,14 @@ def adamw_float16(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+            )
 
 
 @triton.jit
@@ -273,34 +279,34 @@ def adamw_float32_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                # bf16
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -321,7 +327,9 @@ def adamw_float32_amsgrad(
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -345,15 +353,15 @@ def adamw_float32_amsgrad(
             at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             scalar_3, scalar_4, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_amsgrad_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            scalar_3, scalar_4, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_amsgrad_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, True,
+            )
 
 
 @triton.jit
@@ -364,17 +372,16 @@ def adamw_bfloat16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)                            # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                # bf16
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
-    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)                            # bf16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
@@ -382,20 +389,21 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
-    exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
-    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
-    exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
-    max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
+    exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
+    max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -416,7 +424,9 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -440,15 +450,15 @@ def adamw_bfloat16_amsgrad(
             at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             scalar_3, scalar_4, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_amsgrad_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            scalar_3, scalar_4, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_amsgrad_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, True,
+            )
 
 
 @triton.jit
@@ -459,17 +469,16 @@ def adamw_float16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)                      # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                # bf16
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
-    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)                      # f16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
@@ -477,18 +486,19 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -509,7 +519,9 @@ def adamw_float16_amsgrad(
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -533,15 +545,15 @@ def adamw_float16_amsgrad(
             at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             scalar_3, scalar_4, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_amsgrad_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            scalar_3, scalar_4, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_amsgrad_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -35,13 +35,13 @@ def adamw_float32(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
-    p = b.elements(p_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -50,6 +50,7 @@ def adamw_float32(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -58,7 +59,6 @@ def adamw_float32(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -80,14 +80,14 @@ def adamw_bfloat16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     weight_compensation_stored = b.elements(weight_compensation_tensor)
     # bf16 and its rounding error (Kahan)
     p = p_stored.to(torch.float32) + weight_compensation_stored.to(torch.float32)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
     # -- update  (specs/adamw.py)
@@ -98,6 +98,14 @@ def adamw_bfloat16(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_x_bits = p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    p_weight = (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
+    p_lost = p - p_weight.to(torch.float32)
+    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
+    p_x_bits = p_lost.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -106,15 +114,7 @@ def adamw_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
-    p_x_bits = p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_weight = (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
-    p_lost = p - p_weight.to(torch.float32)
-    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
-    p_x_bits = p_lost.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, p_weight)
     b.store(weight_compensation_tensor, (torch.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -136,14 +136,14 @@ def adamw_float16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     weight_compensation_stored = b.elements(weight_compensation_tensor)
     # f16 and its rounding error (Kahan)
     p = p_stored.to(torch.float32) + weight_compensation_stored.to(torch.float32)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
     # -- update  (specs/adamw.py)
@@ -154,6 +154,10 @@ def adamw_float16(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_weight = p.to(torch.float16)
+    p_lost = p - p_weight.to(torch.float32)
+    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -162,11 +166,7 @@ def adamw_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
-    p_weight = p.to(torch.float16)
-    p_lost = p - p_weight.to(torch.float32)
-    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     b.store(p_tensor, p_weight)
     b.store(weight_compensation_tensor, p_lost.to(torch.float16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -188,15 +188,15 @@ def adamw_float32_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
-    p = b.elements(p_tensor)
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -208,6 +208,7 @@ def adamw_float32_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -216,7 +217,6 @@ def adamw_float32_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
@@ -241,18 +241,18 @@ def adamw_bfloat16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     weight_compensation_stored = b.elements(weight_compensation_tensor)
     # bf16 and its rounding error (Kahan)
     p = p_stored.to(torch.float32) + weight_compensation_stored.to(torch.float32)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -264,6 +264,14 @@ def adamw_bfloat16_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_x_bits = p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    p_weight = (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
+    p_lost = p - p_weight.to(torch.float32)
+    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
+    p_x_bits = p_lost.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -272,17 +280,9 @@ def adamw_bfloat16_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_x_bits = p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_weight = (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
-    p_lost = p - p_weight.to(torch.float32)
-    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
-    p_x_bits = p_lost.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, p_weight)
     b.store(weight_compensation_tensor, (torch.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -305,18 +305,18 @@ def adamw_float16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     weight_compensation_stored = b.elements(weight_compensation_tensor)
     # f16 and its rounding error (Kahan)
     p = p_stored.to(torch.float32) + weight_compensation_stored.to(torch.float32)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -328,6 +328,10 @@ def adamw_float16_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_weight = p.to(torch.float16)
+    p_lost = p - p_weight.to(torch.float32)
+    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -336,13 +340,9 @@ def adamw_float16_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_weight = p.to(torch.float16)
-    p_lost = p - p_weight.to(torch.float32)
-    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     b.store(p_tensor, p_weight)
     b.store(weight_compensation_tensor, p_lost.to(torch.float16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -353,11 +353,11 @@ def adamw_float16_amsgrad(
 def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg),
@@ -368,9 +368,9 @@ def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
 def adamw_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -403,13 +403,9 @@ def adamw_bfloat16_decode(p_tensor, weight_compensation_tensor, exp_avg_tensor, 
 def adamw_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
-    exp_avg_x_bits = in_exp_avg.view(torch.int32)
-    exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
-    exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     p_weight = (torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -417,6 +413,10 @@ def adamw_bfloat16_encode(values):
     p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     p_x_bits = p_lost.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
+    exp_avg_x_bits = in_exp_avg.view(torch.int32)
+    exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
+    exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(p_weight),
         "weight_compensation": b.flat((torch.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -446,16 +446,16 @@ def adamw_float16_decode(p_tensor, weight_compensation_tensor, exp_avg_tensor, e
 def adamw_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    p_weight = in_p.to(torch.float16)
+    p_lost = in_p - p_weight.to(torch.float32)
+    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_weight = in_p.to(torch.float16)
-    p_lost = in_p - p_weight.to(torch.float32)
-    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     return {
         "p": b.flat(p_weight),
         "weight_compensation": b.flat(p_lost.to(torch.float16)),
@@ -467,13 +467,13 @@ def adamw_float16_encode(values):
 def adamw_float32_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, max_exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg),
@@ -485,10 +485,10 @@ def adamw_float32_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, ma
 def adamw_float32_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -529,16 +529,10 @@ def adamw_bfloat16_amsgrad_decode(
 def adamw_bfloat16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
-    exp_avg_x_bits = in_exp_avg.view(torch.int32)
-    exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
-    exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    max_exp_avg_sq_x_bits = in_max_exp_avg_sq.view(torch.int32)
-    max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     p_weight = (torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -546,6 +540,12 @@ def adamw_bfloat16_amsgrad_encode(values):
     p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     p_x_bits = p_lost.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
+    exp_avg_x_bits = in_exp_avg.view(torch.int32)
+    exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
+    exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
+    max_exp_avg_sq_x_bits = in_max_exp_avg_sq.view(torch.int32)
+    max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(p_weight),
         "weight_compensation": b.flat((torch.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -581,19 +581,19 @@ def adamw_float16_amsgrad_decode(
 def adamw_float16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    p_weight = in_p.to(torch.float16)
+    p_lost = in_p - p_weight.to(torch.float32)
+    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     max_exp_avg_sq_x_bits = in_max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_weight = in_p.to(torch.float16)
-    p_lost = in_p - p_weight.to(torch.float32)
-    p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     return {
         "p": b.flat(p_weight),
         "weight_compensation": b.flat(p_lost.to(torch.float16)),

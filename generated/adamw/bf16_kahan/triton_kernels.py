@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -30,21 +30,23 @@ def adamw_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)        # bf16, stochastic
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)  # bf16, stochastic
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -53,10 +55,8 @@ def adamw_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
-    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -77,7 +77,9 @@ def adamw_float32(
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -86,6 +88,7 @@ def adamw_float32(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float32_tile(
@@ -102,15 +105,15 @@ def adamw_float32(
             beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
             scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, before + start + at,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
+                before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -121,24 +124,34 @@ def adamw_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_compensation_stored = get(weight_compensation_ptr, at, live, MASKED)
-    p = widened(p_stored) + widened(weight_compensation_stored)  # bf16 and its rounding error (Kahan)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                            # bf16, stochastic
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)                      # bf16, stochastic
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_compensation_stored = get(weight_compensation_ptr, at, live, MASKED)
+    p = widened(p_stored) + widened(weight_compensation_stored)  # bf16 and its rounding error (Kahan)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    p_x_bits = p.to(tl.int32, bitcast=True)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    p_weight = (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    put(p_ptr, at, p_weight, live, MASKED)
+    p_lost = p - widened(p_weight)
+    p_lost = tl.where(tl.abs(p_lost) <= 3.4028234663852886e+38, p_lost, 0.0)
+    p_x_bits = p_lost.to(tl.int32, bitcast=True)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    put(weight_compensation_ptr, at, (tl.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -147,18 +160,8 @@ def adamw_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
-    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_weight = (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    p_lost = p - widened(p_weight)
-    p_lost = tl.where(tl.abs(p_lost) <= 3.4028234663852886e+38, p_lost, 0.0)
-    p_x_bits = p_lost.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, p_weight, live, MASKED)
-    put(weight_compensation_ptr, at, (tl.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -180,7 +183,9 @@ def adamw_bfloat16(
     exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -190,6 +195,7 @@ def adamw_bfloat16(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_bfloat16_tile(
@@ -206,15 +212,15 @@ def adamw_bfloat16(
             exp_avg_sq_ptr + start, at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-            exp_avg_sq_ptr + start, at, live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_tile(
+                p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
+                exp_avg_sq_ptr + start, few, live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -225,24 +231,30 @@ def adamw_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_compensation_stored = get(weight_compensation_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32) + weight_compensation_stored.to(tl.float32)  # f16 and its rounding error (Kahan)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                                        # bf16, stochastic
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)                                  # bf16, stochastic
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_compensation_stored = get(weight_compensation_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32) + weight_compensation_stored.to(tl.float32)  # f16 and its rounding error (Kahan)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    p_weight = p.to(tl.float16)
+    put(p_ptr, at, p_weight, live, MASKED)
+    p_lost = p - p_weight.to(tl.float32)
+    p_lost = tl.where(tl.abs(p_lost) <= 3.4028234663852886e+38, p_lost, 0.0)
+    put(weight_compensation_ptr, at, p_lost.to(tl.float16), live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -251,14 +263,8 @@ def adamw_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
-    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
-    p_weight = p.to(tl.float16)
-    p_lost = p - p_weight.to(tl.float32)
-    p_lost = tl.where(tl.abs(p_lost) <= 3.4028234663852886e+38, p_lost, 0.0)
-    put(p_ptr, at, p_weight, live, MASKED)
-    put(weight_compensation_ptr, at, p_lost.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -280,7 +286,9 @@ def adamw_float16(
     exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -290,6 +298,7 @@ def adamw_float16(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float16_tile(
@@ -306,15 +315,15 @@ def adamw_float16(
             exp_avg_sq_ptr + start, at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_tile(
-            p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-            exp_avg_sq_ptr + start, at, live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_tile(
+                p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
+                exp_avg_sq_ptr + start, few, live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -325,25 +334,27 @@ def adamw_float32_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                # bf16, stochastic
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -352,13 +363,11 @@ def adamw_float32_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -380,7 +389,9 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -390,6 +401,7 @@ def adamw_float32_amsgrad(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float32_amsgrad_tile(
@@ -406,15 +418,15 @@ def adamw_float32_amsgrad(
             at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_amsgrad_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_amsgrad_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -425,18 +437,17 @@ def adamw_bfloat16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg = widened(exp_avg_stored)                            # bf16, stochastic
+    max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq = widened(max_exp_avg_sq_stored)              # bf16
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)                      # bf16, stochastic
     p_stored = get(p_ptr, at, live, MASKED)
     weight_compensation_stored = get(weight_compensation_ptr, at, live, MASKED)
     p = widened(p_stored) + widened(weight_compensation_stored)  # bf16 and its rounding error (Kahan)
-    exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg = widened(exp_avg_stored)                            # bf16, stochastic
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)                      # bf16, stochastic
-    max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq = widened(max_exp_avg_sq_stored)              # bf16
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
@@ -444,9 +455,20 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    p_x_bits = p.to(tl.int32, bitcast=True)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    p_weight = (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    put(p_ptr, at, p_weight, live, MASKED)
+    p_lost = p - widened(p_weight)
+    p_lost = tl.where(tl.abs(p_lost) <= 3.4028234663852886e+38, p_lost, 0.0)
+    p_x_bits = p_lost.to(tl.int32, bitcast=True)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    put(weight_compensation_ptr, at, (tl.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -455,21 +477,11 @@ def adamw_bfloat16_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_weight = (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    p_lost = p - widened(p_weight)
-    p_lost = tl.where(tl.abs(p_lost) <= 3.4028234663852886e+38, p_lost, 0.0)
-    p_x_bits = p_lost.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, p_weight, live, MASKED)
-    put(weight_compensation_ptr, at, (tl.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -492,7 +504,9 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -503,6 +517,7 @@ def adamw_bfloat16_amsgrad(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_bfloat16_amsgrad_tile(
@@ -521,16 +536,16 @@ def adamw_bfloat16_amsgrad(
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
             step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_amsgrad_tile(
-            p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-            exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, at, live, before + start + at, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_amsgrad_tile(
+                p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
+                exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, few, live, before + start + few, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -541,18 +556,17 @@ def adamw_float16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg = widened(exp_avg_stored)                                        # bf16, stochastic
+    max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq = widened(max_exp_avg_sq_stored)                          # bf16
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)                                  # bf16, stochastic
     p_stored = get(p_ptr, at, live, MASKED)
     weight_compensation_stored = get(weight_compensation_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32) + weight_compensation_stored.to(tl.float32)  # f16 and its rounding error (Kahan)
-    exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg = widened(exp_avg_stored)                                        # bf16, stochastic
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)                                  # bf16, stochastic
-    max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq = widened(max_exp_avg_sq_stored)                          # bf16
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
@@ -560,9 +574,16 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    p_weight = p.to(tl.float16)
+    put(p_ptr, at, p_weight, live, MASKED)
+    p_lost = p - p_weight.to(tl.float32)
+    p_lost = tl.where(tl.abs(p_lost) <= 3.4028234663852886e+38, p_lost, 0.0)
+    put(weight_compensation_ptr, at, p_lost.to(tl.float16), live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -571,17 +592,11 @@ def adamw_float16_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_weight = p.to(tl.float16)
-    p_lost = p - p_weight.to(tl.float32)
-    p_lost = tl.where(tl.abs(p_lost) <= 3.4028234663852886e+38, p_lost, 0.0)
-    put(p_ptr, at, p_weight, live, MASKED)
-    put(weight_compensation_ptr, at, p_lost.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -604,7 +619,9 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -615,6 +632,7 @@ def adamw_float16_amsgrad(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float16_amsgrad_tile(
@@ -633,16 +651,16 @@ def adamw_float16_amsgrad(
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
             step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_amsgrad_tile(
-            p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-            exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, at, live, before + start + at, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_amsgrad_tile(
+                p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
+                exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, few, live, before + start + few, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

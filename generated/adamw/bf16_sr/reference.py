@@ -35,13 +35,13 @@ def adamw_float32(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
-    p = b.elements(p_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -50,6 +50,7 @@ def adamw_float32(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -58,7 +59,6 @@ def adamw_float32(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -80,12 +80,12 @@ def adamw_bfloat16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                    # bf16, stochastic
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
     # -- update  (specs/adamw.py)
@@ -96,8 +96,9 @@ def adamw_bfloat16(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_x_bits = p.view(torch.int32)
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
@@ -105,17 +106,15 @@ def adamw_bfloat16(
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    exp_avg_x_bits = exp_avg.view(torch.int32)
+    word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)  # 32 random bits: hash(element, tensor, step)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
-    p_x_bits = p.view(torch.int32)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + (noise_2 >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -136,12 +135,12 @@ def adamw_float16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                    # f16, stochastic
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
     # -- update  (specs/adamw.py)
@@ -152,8 +151,14 @@ def adamw_float16(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 16777216.0
+    p_whole = p_steps.floor()
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
@@ -161,26 +166,19 @@ def adamw_float16(
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    word_lshr = noise_2 >> 19 & 0x1fff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.0001220703125).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 0 << 0)).clamp(max=260046848) >> 13
+    exp_avg_x_bits = exp_avg.view(torch.int32)
+    word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)  # 32 random bits: hash(element, tensor, step)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
-    p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_lshr = noise_2 >> 19 & 0x1fff
-    p_normal = (p_rebiased + (word_lshr >> 0 << 0)).clamp(max=260046848) >> 13
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 16777216.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.0001220703125).floor().to(torch.int32)
     b.store(p_tensor, torch.where(p == p, p_sign | torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(torch.int16).view(torch.float16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -201,15 +199,15 @@ def adamw_float32_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
-    p = b.elements(p_tensor)
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -221,6 +219,7 @@ def adamw_float32_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -229,7 +228,6 @@ def adamw_float32_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
@@ -254,16 +252,16 @@ def adamw_bfloat16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                            # bf16, stochastic
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -275,8 +273,9 @@ def adamw_bfloat16_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_x_bits = p.view(torch.int32)
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
@@ -284,19 +283,17 @@ def adamw_bfloat16_amsgrad(
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    exp_avg_x_bits = exp_avg.view(torch.int32)
+    word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)  # 32 random bits: hash(element, tensor, step)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_x_bits = p.view(torch.int32)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + (noise_2 >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -318,16 +315,16 @@ def adamw_float16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                            # f16, stochastic
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -339,8 +336,14 @@ def adamw_float16_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 16777216.0
+    p_whole = p_steps.floor()
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
@@ -348,28 +351,21 @@ def adamw_float16_amsgrad(
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    word_lshr = noise_2 >> 19 & 0x1fff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.0001220703125).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 0 << 0)).clamp(max=260046848) >> 13
+    exp_avg_x_bits = exp_avg.view(torch.int32)
+    word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)  # 32 random bits: hash(element, tensor, step)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_lshr = noise_2 >> 19 & 0x1fff
-    p_normal = (p_rebiased + (word_lshr >> 0 << 0)).clamp(max=260046848) >> 13
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 16777216.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.0001220703125).floor().to(torch.int32)
     b.store(p_tensor, torch.where(p == p, p_sign | torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(torch.int16).view(torch.float16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -379,11 +375,11 @@ def adamw_float16_amsgrad(
 def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg),
@@ -394,9 +390,9 @@ def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
 def adamw_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -427,15 +423,15 @@ def adamw_bfloat16_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
 def adamw_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    p_x_bits = in_p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_x_bits = in_p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -462,9 +458,9 @@ def adamw_float16_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
 def adamw_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -479,13 +475,13 @@ def adamw_float16_encode(values):
 def adamw_float32_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, max_exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg),
@@ -497,10 +493,10 @@ def adamw_float32_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, ma
 def adamw_float32_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -537,18 +533,18 @@ def adamw_bfloat16_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, m
 def adamw_bfloat16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    p_x_bits = in_p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     max_exp_avg_sq_x_bits = in_max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_x_bits = in_p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -579,10 +575,10 @@ def adamw_float16_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, ma
 def adamw_float16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)

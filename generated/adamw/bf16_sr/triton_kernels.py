@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -30,21 +30,23 @@ def adamw_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)        # bf16, stochastic
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)  # bf16, stochastic
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -53,10 +55,8 @@ def adamw_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
-    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -77,7 +77,9 @@ def adamw_float32(
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -86,6 +88,7 @@ def adamw_float32(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float32_tile(
@@ -102,15 +105,15 @@ def adamw_float32(
             beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
             scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, before + start + at,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
+                before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -121,25 +124,26 @@ def adamw_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)                    # bf16, stochastic
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)        # bf16, stochastic
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)  # bf16, stochastic
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)                    # bf16, stochastic
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    p_x_bits = p.to(tl.int32, bitcast=True)
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
@@ -147,19 +151,18 @@ def adamw_bfloat16_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + (noise_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
-    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + (noise_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -180,7 +183,9 @@ def adamw_bfloat16(
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -189,6 +194,7 @@ def adamw_bfloat16(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_bfloat16_tile(
@@ -205,15 +211,15 @@ def adamw_bfloat16(
             beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
             scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, before + start + at,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
+                before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -224,25 +230,30 @@ def adamw_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)              # f16, stochastic
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)        # bf16, stochastic
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)  # bf16, stochastic
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)              # f16, stochastic
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 16777216.0 * g_bitcast
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
@@ -250,28 +261,23 @@ def adamw_float16_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    word_lshr = (noise_2.to(tl.uint32, bitcast=True) >> 19).to(tl.int32, bitcast=True)
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.0001220703125, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 0 << 0), 260046848) >> 13
+    put(p_ptr, at, tl.where(p == p, p_sign | tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
-    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_lshr = (noise_2.to(tl.uint32, bitcast=True) >> 19).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 0 << 0), 260046848) >> 13
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 16777216.0 * g_bitcast
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.0001220703125, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    put(p_ptr, at, tl.where(p == p, p_sign | tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -292,7 +298,9 @@ def adamw_float16(
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -301,6 +309,7 @@ def adamw_float16(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float16_tile(
@@ -317,15 +326,15 @@ def adamw_float16(
             beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
             scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, before + start + at,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
+                before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -336,25 +345,27 @@ def adamw_float32_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                # bf16, stochastic
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -363,13 +374,11 @@ def adamw_float32_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -391,7 +400,9 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -401,6 +412,7 @@ def adamw_float32_amsgrad(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float32_amsgrad_tile(
@@ -417,15 +429,15 @@ def adamw_float32_amsgrad(
             at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_amsgrad_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_amsgrad_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -436,17 +448,16 @@ def adamw_bfloat16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)                            # bf16, stochastic
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                # bf16, stochastic
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
-    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)                            # bf16, stochastic
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
@@ -454,11 +465,13 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    p_x_bits = p.to(tl.int32, bitcast=True)
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
@@ -466,22 +479,21 @@ def adamw_bfloat16_amsgrad_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + (noise_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + (noise_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -503,7 +515,9 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -513,6 +527,7 @@ def adamw_bfloat16_amsgrad(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_bfloat16_amsgrad_tile(
@@ -529,15 +544,15 @@ def adamw_bfloat16_amsgrad(
             at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_amsgrad_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_amsgrad_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -548,17 +563,16 @@ def adamw_float16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)                      # f16, stochastic
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                # bf16, stochastic
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
-    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)                      # f16, stochastic
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
@@ -566,11 +580,17 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 16777216.0 * g_bitcast
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
@@ -578,31 +598,26 @@ def adamw_float16_amsgrad_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    word_lshr = (noise_2.to(tl.uint32, bitcast=True) >> 19).to(tl.int32, bitcast=True)
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.0001220703125, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 0 << 0), 260046848) >> 13
+    put(p_ptr, at, tl.where(p == p, p_sign | tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_lshr = (noise_2.to(tl.uint32, bitcast=True) >> 19).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 0 << 0), 260046848) >> 13
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 16777216.0 * g_bitcast
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.0001220703125, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    put(p_ptr, at, tl.where(p == p, p_sign | tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -624,7 +639,9 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -634,6 +651,7 @@ def adamw_float16_amsgrad(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float16_amsgrad_tile(
@@ -650,15 +668,15 @@ def adamw_float16_amsgrad(
             at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_amsgrad_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_amsgrad_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -72,19 +72,19 @@ struct adamw_float32 {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F g = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
                 const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(2.0f - abs(one_over_127 * exp_avg_code_2))));
                 const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_4 * g, g, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(exp_avg_sq_value, scalar_6, scalar_7)), p_2);
                 take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -102,9 +102,9 @@ struct adamw_float32 {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
@@ -182,21 +182,20 @@ struct adamw_bfloat16 {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I p_stored = load(p_at + i);
-                const F p_weight = widen_bfloat16(p_stored);
-                const I weight_low_code = load(weight_low_at + i);
-                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
-                const I p_biased = max(bits(p_weight) >> 23 & 255, I(1));
-                const I p_add = p_biased + -135;
-                const I part = p_add >> 1;
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
+                const I weight_low_code = load(weight_low_at + i);
+                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
+                const I p_stored = load(p_at + i);
+                const F p_weight = widen_bfloat16(p_stored);
+                const I p_biased = max(bits(p_weight) >> 23 & 255, I(1));
+                const I p_add = p_biased + -135;
+                const I part = p_add >> 1;
                 // bf16 and its rounding error in 1/254 ulp (FlashOptim)
                 const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
@@ -204,6 +203,7 @@ struct adamw_bfloat16 {
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
                 const I p_x_bits = bits(p_3);
@@ -234,9 +234,9 @@ struct adamw_bfloat16 {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
@@ -314,21 +314,20 @@ struct adamw_float16 {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I p_stored = load(p_at + i);
-                const F p_weight = widen_half(p_stored);
-                const I weight_low_code = load(weight_low_at + i);
-                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
-                const I p_biased = max(bits(p_weight) >> 23 & 255, I(113));
-                const I p_add = p_biased + -138;
-                const I part = p_add >> 1;
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
+                const I weight_low_code = load(weight_low_at + i);
+                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
+                const I p_stored = load(p_at + i);
+                const F p_weight = widen_half(p_stored);
+                const I p_biased = max(bits(p_weight) >> 23 & 255, I(113));
+                const I p_add = p_biased + -138;
+                const I part = p_add >> 1;
                 // f16 and its rounding error in 1/254 ulp (FlashOptim)
                 const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
@@ -336,6 +335,7 @@ struct adamw_float16 {
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
                 const I p_kept = narrow_half(p_3);
@@ -364,9 +364,9 @@ struct adamw_float16 {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
@@ -434,11 +434,11 @@ struct adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_scale = load(exp_avg_scale_at + b);
             const F exp_avg_scale_2 = widen_half(exp_avg_scale);
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
             const F max_exp_avg_sq_scale_2 = widen_half(max_exp_avg_sq_scale);
             const F max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale_2;
+            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale_2;
             store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
@@ -456,18 +456,17 @@ struct adamw_float32_amsgrad {
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F g = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
                 const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
                 const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(2.0f - abs(one_over_127 * exp_avg_code_2))));
                 const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
@@ -476,6 +475,7 @@ struct adamw_float32_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_value, scalar_7, scalar_8)), p_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
@@ -498,11 +498,11 @@ struct adamw_float32_amsgrad {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
             const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
+            const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
             const F max_exp_avg_sq_scale_mul_3 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
@@ -576,11 +576,11 @@ struct adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_scale = load(exp_avg_scale_at + b);
             const F exp_avg_scale_2 = widen_half(exp_avg_scale);
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
             const F max_exp_avg_sq_scale_2 = widen_half(max_exp_avg_sq_scale);
             const F max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale_2;
+            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale_2;
             store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
@@ -598,26 +598,25 @@ struct adamw_bfloat16_amsgrad {
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I p_stored = load(p_at + i);
-                const F p_weight = widen_bfloat16(p_stored);
-                const I weight_low_code = load(weight_low_at + i);
-                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
-                const I p_biased = max(bits(p_weight) >> 23 & 255, I(1));
-                const I p_add = p_biased + -135;
-                const I part = p_add >> 1;
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
-                // bf16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
                 const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
+                const I weight_low_code = load(weight_low_at + i);
+                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
+                const I p_stored = load(p_at + i);
+                const F p_weight = widen_bfloat16(p_stored);
+                const I p_biased = max(bits(p_weight) >> 23 & 255, I(1));
+                const I p_add = p_biased + -135;
+                const I part = p_add >> 1;
+                // bf16 and its rounding error in 1/254 ulp (FlashOptim)
+                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
@@ -627,9 +626,9 @@ struct adamw_bfloat16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
                 const I p_kept = min(p_x_bits, I(2143289344)) + p_carry >> 16;
@@ -642,6 +641,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_units = 127.0f * min(max(p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23), F(-1.0f)), F(1.0f));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
+                const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 take_larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
@@ -662,11 +662,11 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
             const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
+            const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
             const F max_exp_avg_sq_scale_mul_3 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
@@ -740,11 +740,11 @@ struct adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_scale = load(exp_avg_scale_at + b);
             const F exp_avg_scale_2 = widen_half(exp_avg_scale);
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
             const F max_exp_avg_sq_scale_2 = widen_half(max_exp_avg_sq_scale);
             const F max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale_2;
+            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale_2;
             store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
@@ -762,26 +762,25 @@ struct adamw_float16_amsgrad {
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I p_stored = load(p_at + i);
-                const F p_weight = widen_half(p_stored);
-                const I weight_low_code = load(weight_low_at + i);
-                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
-                const I p_biased = max(bits(p_weight) >> 23 & 255, I(113));
-                const I p_add = p_biased + -138;
-                const I part = p_add >> 1;
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
-                // f16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
                 const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
+                const I weight_low_code = load(weight_low_at + i);
+                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
+                const I p_stored = load(p_at + i);
+                const F p_weight = widen_half(p_stored);
+                const I p_biased = max(bits(p_weight) >> 23 & 255, I(113));
+                const I p_add = p_biased + -138;
+                const I part = p_add >> 1;
+                // f16 and its rounding error in 1/254 ulp (FlashOptim)
+                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
@@ -791,9 +790,9 @@ struct adamw_float16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const I p_kept = narrow_half(p_3);
                 const F p_weight_2 = widen_half(p_kept);
                 const F p_error = p_3 - p_weight_2;
@@ -804,6 +803,7 @@ struct adamw_float16_amsgrad {
                 const F p_units = 127.0f * min(max(p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23), F(-1.0f)), F(1.0f));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
+                const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 take_larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
@@ -824,11 +824,11 @@ struct adamw_float16_amsgrad {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
             const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
             const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
+            const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
             const F max_exp_avg_sq_scale_mul_3 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);

@@ -35,22 +35,22 @@ def adamw_float32(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    p = b.elements(p_tensor)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    p = b.elements(p_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g        # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -62,9 +62,9 @@ def adamw_float32(
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
+    exp_avg_div = exp_avg / exp_avg_scale
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_div = exp_avg / exp_avg_scale
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale.to(torch.float16))
@@ -87,8 +87,6 @@ def adamw_bfloat16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p_weight = p_stored.to(torch.float32)
     weight_low_code = b.elements(weight_low_tensor)
@@ -96,20 +94,22 @@ def adamw_bfloat16(
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
     p_sub = p_biased - 135
     part = p_sub >> 1
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    # bf16 and its rounding error in 1/254 ulp (FlashOptim)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
-    # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -120,10 +120,6 @@ def adamw_bfloat16(
     denom = exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     p_kept = (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -136,7 +132,11 @@ def adamw_bfloat16(
     p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
+    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
+    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     exp_avg_div = exp_avg / exp_avg_scale
+    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p_kept)
     b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
     b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
@@ -160,8 +160,6 @@ def adamw_float16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p_weight = p_stored.to(torch.float32)
     weight_low_code = b.elements(weight_low_tensor)
@@ -169,20 +167,22 @@ def adamw_float16(
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
     p_sub = p_biased - 138
     part = p_sub >> 1
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    # f16 and its rounding error in 1/254 ulp (FlashOptim)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
-    # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -193,10 +193,6 @@ def adamw_float16(
     denom = exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     p_kept = p.to(torch.float16)
     p_weight = p_kept.to(torch.float32)
     p_error = p - p_weight
@@ -207,7 +203,11 @@ def adamw_float16(
     p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
+    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
+    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     exp_avg_div = exp_avg / exp_avg_scale
+    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p_kept)
     b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
     b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
@@ -232,30 +232,30 @@ def adamw_float32_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    p = b.elements(p_tensor)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
-    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
+    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
     max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    p = b.elements(p_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
+    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -270,12 +270,12 @@ def adamw_float32_amsgrad(
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
+    exp_avg_div = exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_div = exp_avg / exp_avg_scale
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale.to(torch.float16))
@@ -301,8 +301,6 @@ def adamw_bfloat16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p_weight = p_stored.to(torch.float32)
     weight_low_code = b.elements(weight_low_tensor)
@@ -310,29 +308,31 @@ def adamw_bfloat16_amsgrad(
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
     p_sub = p_biased - 135
     part = p_sub >> 1
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    # bf16 and its rounding error in 1/254 ulp (FlashOptim)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
-    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
+    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
     max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
-    # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
-    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
+    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -345,13 +345,6 @@ def adamw_bfloat16_amsgrad(
     denom = max_exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_sq_value = sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     p_kept = (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -364,7 +357,14 @@ def adamw_bfloat16_amsgrad(
     p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
+    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
+    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     exp_avg_div = exp_avg / exp_avg_scale
+    exp_avg_sq_value = sqrt(exp_avg_sq)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p_kept)
     b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
     b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
@@ -391,8 +391,6 @@ def adamw_float16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p_weight = p_stored.to(torch.float32)
     weight_low_code = b.elements(weight_low_tensor)
@@ -400,29 +398,31 @@ def adamw_float16_amsgrad(
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
     p_sub = p_biased - 138
     part = p_sub >> 1
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    # f16 and its rounding error in 1/254 ulp (FlashOptim)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
-    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
+    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
     max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
-    # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
-    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
+    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -435,13 +435,6 @@ def adamw_float16_amsgrad(
     denom = max_exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_sq_value = sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     p_kept = p.to(torch.float16)
     p_weight = p_kept.to(torch.float32)
     p_error = p - p_weight
@@ -452,7 +445,14 @@ def adamw_float16_amsgrad(
     p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
+    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
+    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     exp_avg_div = exp_avg / exp_avg_scale
+    exp_avg_sq_value = sqrt(exp_avg_sq)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p_kept)
     b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
     b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
@@ -468,20 +468,20 @@ def adamw_float32_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 32)
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    p = b.elements(p_tensor)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -492,15 +492,15 @@ def adamw_float32_decode(
 def adamw_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 32)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
+    in_exp_avg_div = in_exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    in_exp_avg_div = in_exp_avg / exp_avg_scale
     return {
         "p": b.flat(in_p),
         "exp_avg": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
@@ -523,20 +523,20 @@ def adamw_bfloat16_decode(
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
     p_sub = p_biased - 135
     part = p_sub >> 1
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    # bf16 and its rounding error in 1/254 ulp (FlashOptim)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
-    # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     return {
         "p": b.flat(p),
@@ -548,14 +548,9 @@ def adamw_bfloat16_decode(
 def adamw_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 32)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
-    exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     p_kept = (torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -568,7 +563,12 @@ def adamw_bfloat16_encode(values):
     p_units = (p_error * (part + 127 << 23).view(torch.float32) * (in_p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
+    exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
+    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     in_exp_avg_div = in_exp_avg / exp_avg_scale
+    exp_avg_sq_value = sqrt(in_exp_avg_sq)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(p_kept),
         "weight_low": b.flat((p_code + 128).to(torch.uint8)),
@@ -592,20 +592,20 @@ def adamw_float16_decode(
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
     p_sub = p_biased - 138
     part = p_sub >> 1
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    # f16 and its rounding error in 1/254 ulp (FlashOptim)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
-    # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     return {
         "p": b.flat(p),
@@ -617,14 +617,9 @@ def adamw_float16_decode(
 def adamw_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 32)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
-    exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     p_kept = in_p.to(torch.float16)
     p_weight = p_kept.to(torch.float32)
     p_error = in_p - p_weight
@@ -635,7 +630,12 @@ def adamw_float16_encode(values):
     p_units = (p_error * (part + 127 << 23).view(torch.float32) * (in_p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
+    exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
+    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     in_exp_avg_div = in_exp_avg / exp_avg_scale
+    exp_avg_sq_value = sqrt(in_exp_avg_sq)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(p_kept),
         "weight_low": b.flat((p_code + 128).to(torch.uint8)),
@@ -652,28 +652,28 @@ def adamw_float32_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 32)
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    p = b.elements(p_tensor)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
-    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
+    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
+    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -685,19 +685,19 @@ def adamw_float32_amsgrad_decode(
 def adamw_float32_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 32)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
+    in_exp_avg_div = in_exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    in_exp_avg_div = in_exp_avg / exp_avg_scale
     return {
         "p": b.flat(in_p),
         "exp_avg": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
@@ -722,27 +722,27 @@ def adamw_bfloat16_amsgrad_decode(
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
     p_sub = p_biased - 135
     part = p_sub >> 1
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    # bf16 and its rounding error in 1/254 ulp (FlashOptim)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
-    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
-    # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
+    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
+    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -756,18 +756,10 @@ def adamw_bfloat16_amsgrad_decode(
 def adamw_bfloat16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 32)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
-    exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     p_kept = (torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -780,7 +772,15 @@ def adamw_bfloat16_amsgrad_encode(values):
     p_units = (p_error * (part + 127 << 23).view(torch.float32) * (in_p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
+    exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
+    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     in_exp_avg_div = in_exp_avg / exp_avg_scale
+    exp_avg_sq_value = sqrt(in_exp_avg_sq)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
+    max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(p_kept),
         "weight_low": b.flat((p_code + 128).to(torch.uint8)),
@@ -806,27 +806,27 @@ def adamw_float16_amsgrad_decode(
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
     p_sub = p_biased - 138
     part = p_sub >> 1
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    # f16 and its rounding error in 1/254 ulp (FlashOptim)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_code = exp_avg_code.to(torch.int32).to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_div = exp_avg_code / 127.0
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
     exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
-    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
-    # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
+    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
+    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -840,18 +840,10 @@ def adamw_float16_amsgrad_decode(
 def adamw_float16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 32)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
-    exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     p_kept = in_p.to(torch.float16)
     p_weight = p_kept.to(torch.float32)
     p_error = in_p - p_weight
@@ -862,7 +854,15 @@ def adamw_float16_amsgrad_encode(values):
     p_units = (p_error * (part + 127 << 23).view(torch.float32) * (in_p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
+    exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
+    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     in_exp_avg_div = in_exp_avg / exp_avg_scale
+    exp_avg_sq_value = sqrt(in_exp_avg_sq)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
+    max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(p_kept),
         "weight_low": b.flat((p_code + 128).to(torch.uint8)),

@@ -30,6 +30,7 @@ def adamw_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
@@ -39,9 +40,7 @@ def adamw_float32_tile(
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
@@ -50,21 +49,22 @@ def adamw_float32_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_6, scalar_7)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
+    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     g_rcp = inverse(exp_avg_scale)
     g_mul = 254.0 * g_rcp
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -87,14 +87,16 @@ def adamw_float32(
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
     BLOCKS: tl.constexpr = TILE // 32
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 32
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 31) // 32
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
             where = start[:, None] + lane
@@ -106,6 +108,9 @@ def adamw_float32(
                 one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -133,17 +138,18 @@ def adamw_float32(
                 one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
                 one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 32 < count - start
-            adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 32 < count - start
+                adamw_float32_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
+                )
 
 
 @triton.jit
@@ -154,13 +160,7 @@ def adamw_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_weight = widened(p_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_code = counter(weight_low_code) - 8388736.0
-    p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
-    p_add = p_biased + -135
-    part = p_add >> 1
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
@@ -169,11 +169,16 @@ def adamw_bfloat16_tile(
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_code = counter(weight_low_code) - 8388736.0
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_weight = widened(p_stored)
+    p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
+    p_add = p_biased + -135
+    part = p_add >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
     p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -183,16 +188,14 @@ def adamw_bfloat16_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_6, scalar_7)), p)
     # -- encode and store
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     p_kept = (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    put(p_ptr, at, p_kept, live, MASKED)
     p_weight = widened(p_kept)
     p_error = p - p_weight
     p_error = tl.where(p_error == p_error, p_error, 0.0)
@@ -202,15 +205,18 @@ def adamw_bfloat16_tile(
     p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (g_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     p_size = tl.floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
+    put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
+    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     g_rcp = inverse(exp_avg_scale)
     g_mul = 254.0 * g_rcp
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    put(p_ptr, at, p_kept, live, MASKED)
-    put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -234,14 +240,16 @@ def adamw_bfloat16(
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
     BLOCKS: tl.constexpr = TILE // 32
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 32
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 31) // 32
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
             where = start[:, None] + lane
@@ -253,6 +261,9 @@ def adamw_bfloat16(
                 one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -281,17 +292,18 @@ def adamw_bfloat16(
                 at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                 one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 32 < count - start
-            adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 32 < count - start
+                adamw_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
+                )
 
 
 @triton.jit
@@ -302,13 +314,7 @@ def adamw_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_weight = p_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_code = counter(weight_low_code) - 8388736.0
-    p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
-    p_add = p_biased + -138
-    part = p_add >> 1
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
@@ -317,11 +323,16 @@ def adamw_float16_tile(
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_code = counter(weight_low_code) - 8388736.0
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_weight = p_stored.to(tl.float32)
+    p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
+    p_add = p_biased + -138
+    part = p_add >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
     p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -331,14 +342,12 @@ def adamw_float16_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_6, scalar_7)), p)
     # -- encode and store
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     p_kept = p.to(tl.float16)
+    put(p_ptr, at, p_kept, live, MASKED)
     p_weight = p_kept.to(tl.float32)
     p_error = p - p_weight
     p_error = tl.where(p_error == p_error, p_error, 0.0)
@@ -348,15 +357,18 @@ def adamw_float16_tile(
     p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (g_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     p_size = tl.floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
+    put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
+    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     g_rcp = inverse(exp_avg_scale)
     g_mul = 254.0 * g_rcp
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    put(p_ptr, at, p_kept, live, MASKED)
-    put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -380,14 +392,16 @@ def adamw_float16(
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
     BLOCKS: tl.constexpr = TILE // 32
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 32
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 31) // 32
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
             where = start[:, None] + lane
@@ -399,6 +413,9 @@ def adamw_float16(
                 one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -427,17 +444,18 @@ def adamw_float16(
                 at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                 one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 32 < count - start
-            adamw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 32 < count - start
+                adamw_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
+                )
 
 
 @triton.jit
@@ -449,26 +467,25 @@ def adamw_float32_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
+    max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
+    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
+    max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
+    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
+    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
+    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
-    max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
-    max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
-    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
-    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
@@ -479,27 +496,28 @@ def adamw_float32_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_7, scalar_8)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
+    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
+    g_rcp = inverse(exp_avg_scale)
+    g_mul = 254.0 * g_rcp
+    put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
+    put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    g_rcp = inverse(exp_avg_scale)
-    g_mul = 254.0 * g_rcp
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
-    put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
+    max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -525,14 +543,16 @@ def adamw_float32_amsgrad(
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
     BLOCKS: tl.constexpr = TILE // 32
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 32
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 31) // 32
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
             where = start[:, None] + lane
@@ -545,6 +565,9 @@ def adamw_float32_amsgrad(
                 one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -576,18 +599,19 @@ def adamw_float32_amsgrad(
                 sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                 one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 32 < count - start
-            adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 32 < count - start
+                adamw_float32_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                    one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
+                )
 
 
 @triton.jit
@@ -599,34 +623,33 @@ def adamw_bfloat16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_weight = widened(p_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_code = counter(weight_low_code) - 8388736.0
-    p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
-    p_add = p_biased + -135
-    part = p_add >> 1
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
+    max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
+    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
+    max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
+    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
+    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
+    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
-    max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_code = counter(weight_low_code) - 8388736.0
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_weight = widened(p_stored)
+    p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
+    p_add = p_biased + -135
+    part = p_add >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
     p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
-    max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
-    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
-    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -638,19 +661,14 @@ def adamw_bfloat16_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_7, scalar_8)), p)
     # -- encode and store
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_value = tl.sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     p_kept = (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    put(p_ptr, at, p_kept, live, MASKED)
     p_weight = widened(p_kept)
     p_error = p - p_weight
     p_error = tl.where(p_error == p_error, p_error, 0.0)
@@ -660,18 +678,24 @@ def adamw_bfloat16_amsgrad_tile(
     p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (g_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     p_size = tl.floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
+    put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
+    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     g_rcp = inverse(exp_avg_scale)
     g_mul = 254.0 * g_rcp
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)
-    put(p_ptr, at, p_kept, live, MASKED)
-    put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    exp_avg_sq_value = tl.sqrt(exp_avg_sq)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
+    max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -698,14 +722,16 @@ def adamw_bfloat16_amsgrad(
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
     BLOCKS: tl.constexpr = TILE // 32
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 32
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 31) // 32
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
             where = start[:, None] + lane
@@ -718,6 +744,9 @@ def adamw_bfloat16_amsgrad(
                 one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -752,18 +781,19 @@ def adamw_bfloat16_amsgrad(
                 beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
                 False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 32 < count - start
-            adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 32 < count - start
+                adamw_bfloat16_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+                    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
+                )
 
 
 @triton.jit
@@ -775,34 +805,33 @@ def adamw_float16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_weight = p_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_code = counter(weight_low_code) - 8388736.0
-    p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
-    p_add = p_biased + -138
-    part = p_add >> 1
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
+    max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
+    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
+    max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
+    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
+    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
+    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
+    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
-    max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_code = counter(weight_low_code) - 8388736.0
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_weight = p_stored.to(tl.float32)
+    p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
+    p_add = p_biased + -138
+    part = p_add >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
     p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
-    max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
-    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
-    # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -814,17 +843,12 @@ def adamw_float16_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_7, scalar_8)), p)
     # -- encode and store
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_value = tl.sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     p_kept = p.to(tl.float16)
+    put(p_ptr, at, p_kept, live, MASKED)
     p_weight = p_kept.to(tl.float32)
     p_error = p - p_weight
     p_error = tl.where(p_error == p_error, p_error, 0.0)
@@ -834,18 +858,24 @@ def adamw_float16_amsgrad_tile(
     p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (g_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     p_size = tl.floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
+    put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
+    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     g_rcp = inverse(exp_avg_scale)
     g_mul = 254.0 * g_rcp
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)
-    put(p_ptr, at, p_kept, live, MASKED)
-    put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    exp_avg_sq_value = tl.sqrt(exp_avg_sq)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
+    max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -872,14 +902,16 @@ def adamw_float16_amsgrad(
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
     BLOCKS: tl.constexpr = TILE // 32
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 32
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 31) // 32
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
             where = start[:, None] + lane
@@ -892,6 +924,9 @@ def adamw_float16_amsgrad(
                 one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -926,18 +961,19 @@ def adamw_float16_amsgrad(
                 beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
                 False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 32 < count - start
-            adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 32 < count - start
+                adamw_float16_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+                    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
+                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
@@ -952,7 +988,7 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "adamw_float32": {"maxnreg": 72},
-    "adamw_bfloat16": {"maxnreg": 72},
-    "adamw_float16": {"maxnreg": 72},
+    "adamw_float32": {"maxnreg": 64},
+    "adamw_bfloat16": {"maxnreg": 64},
+    "adamw_float16": {"maxnreg": 64},
 }

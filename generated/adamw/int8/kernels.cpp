@@ -50,11 +50,11 @@ struct adamw_float32 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -75,16 +75,16 @@ struct adamw_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -102,27 +102,27 @@ struct adamw_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(g_sqrt, scalar_3, scalar_4)), p_2);
+                const I exp_avg_sq_pattern = bits(g_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -142,21 +142,21 @@ struct adamw_float32 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -164,21 +164,21 @@ struct adamw_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
@@ -237,17 +237,17 @@ struct adamw_float32_small {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p = load(p_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -286,11 +286,11 @@ struct adamw_bfloat16 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -311,16 +311,16 @@ struct adamw_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -338,31 +338,31 @@ struct adamw_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I p_stored = load(p_at + i);
-                const F p = widen_bfloat16(p_stored);                      // bf16, nearest
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
+                const I p_stored = load(p_at + i);
+                const F p = widen_bfloat16(p_stored);                      // bf16, nearest
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                const I p_x_bits = bits(p_3);
+                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
+                const I exp_avg_sq_pattern = bits(g_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -382,21 +382,21 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -404,21 +404,21 @@ struct adamw_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
@@ -477,19 +477,19 @@ struct adamw_bfloat16_small {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -530,11 +530,11 @@ struct adamw_float16 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -555,16 +555,16 @@ struct adamw_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -582,29 +582,29 @@ struct adamw_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I p_stored = load(p_at + i);
-                const F p = widen_half(p_stored);                          // f16, nearest
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
+                const I p_stored = load(p_at + i);
+                const F p = widen_half(p_stored);                          // f16, nearest
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                const I exp_avg_sq_pattern = bits(g_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -624,21 +624,21 @@ struct adamw_float16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -646,21 +646,21 @@ struct adamw_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
@@ -719,19 +719,19 @@ struct adamw_float16_small {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -775,11 +775,11 @@ struct adamw_float32_amsgrad {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -805,16 +805,16 @@ struct adamw_float32_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I max_exp_avg_sq_range = load(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = max_exp_avg_sq_range;
             const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
@@ -844,20 +844,19 @@ struct adamw_float32_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_code * max_exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -865,12 +864,13 @@ struct adamw_float32_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4)), p_2);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -898,30 +898,30 @@ struct adamw_float32_amsgrad {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
             const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
+            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -933,11 +933,11 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -948,10 +948,10 @@ struct adamw_float32_amsgrad {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
@@ -1014,20 +1014,20 @@ struct adamw_float32_amsgrad_small {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = load(p_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1072,11 +1072,11 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -1102,16 +1102,16 @@ struct adamw_bfloat16_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I max_exp_avg_sq_range = load(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = max_exp_avg_sq_range;
             const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
@@ -1141,21 +1141,20 @@ struct adamw_bfloat16_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_code * max_exp_avg_sq_step);
-                const I p_stored = load(p_at + i);
-                const F p = widen_bfloat16(p_stored);                                  // bf16, nearest
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const I p_stored = load(p_at + i);
+                const F p = widen_bfloat16(p_stored);                                  // bf16, nearest
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -1164,15 +1163,16 @@ struct adamw_bfloat16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4)), p_2);
+                const I p_x_bits = bits(p_3);
+                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 take_larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
@@ -1199,30 +1199,30 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
             const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
+            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -1234,11 +1234,11 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -1249,10 +1249,10 @@ struct adamw_bfloat16_amsgrad {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
@@ -1315,22 +1315,22 @@ struct adamw_bfloat16_amsgrad_small {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                          // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);                          // bf16, nearest
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -1377,11 +1377,11 @@ struct adamw_float16_amsgrad {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -1407,16 +1407,16 @@ struct adamw_float16_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I max_exp_avg_sq_range = load(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = max_exp_avg_sq_range;
             const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
@@ -1446,21 +1446,20 @@ struct adamw_float16_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_code * max_exp_avg_sq_step);
-                const I p_stored = load(p_at + i);
-                const F p = widen_half(p_stored);                                      // f16, nearest
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const I p_stored = load(p_at + i);
+                const F p = widen_half(p_stored);                                      // f16, nearest
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -1469,12 +1468,13 @@ struct adamw_float16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4)), p_2);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -1502,30 +1502,30 @@ struct adamw_float16_amsgrad {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
             const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
+            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -1537,11 +1537,11 @@ struct adamw_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -1552,10 +1552,10 @@ struct adamw_float16_amsgrad {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
@@ -1618,22 +1618,22 @@ struct adamw_float16_amsgrad_small {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                              // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                              // f16, nearest
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -35,16 +35,7 @@ def adamw_float32(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -54,11 +45,20 @@ def adamw_float32(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
-    p = b.elements(p_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -70,6 +70,19 @@ def adamw_float32(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
+    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -78,24 +91,10 @@ def adamw_float32(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
-    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -106,6 +105,7 @@ def adamw_float32(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
@@ -128,10 +128,10 @@ def adamw_float32_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -161,16 +161,8 @@ def adamw_bfloat16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    p_stored = b.elements(p_tensor)
+    p = p_stored.to(torch.float32)                    # bf16, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -180,12 +172,20 @@ def adamw_bfloat16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)                    # bf16, nearest
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -197,6 +197,21 @@ def adamw_bfloat16(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    p_x_bits = p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
+    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -205,24 +220,10 @@ def adamw_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
-    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -233,8 +234,7 @@ def adamw_bfloat16(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
-    p_x_bits = p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
@@ -257,11 +257,11 @@ def adamw_bfloat16_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -293,16 +293,8 @@ def adamw_float16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    p_stored = b.elements(p_tensor)
+    p = p_stored.to(torch.float32)                    # f16, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -312,12 +304,20 @@ def adamw_float16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)                    # f16, nearest
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -329,6 +329,19 @@ def adamw_float16(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
+    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -337,24 +350,10 @@ def adamw_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
-    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -365,6 +364,7 @@ def adamw_float16(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p.to(torch.float16))
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
@@ -387,11 +387,11 @@ def adamw_float16_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -422,16 +422,7 @@ def adamw_float32_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -441,6 +432,18 @@ def adamw_float32_amsgrad(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -449,13 +452,10 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    p = b.elements(p_tensor)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -470,6 +470,19 @@ def adamw_float32_amsgrad(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
+    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -478,24 +491,10 @@ def adamw_float32_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
-    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -506,15 +505,16 @@ def adamw_float32_amsgrad(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
@@ -542,12 +542,12 @@ def adamw_float32_amsgrad_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -581,16 +581,8 @@ def adamw_bfloat16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    p_stored = b.elements(p_tensor)
+    p = p_stored.to(torch.float32)                                # bf16, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -600,6 +592,18 @@ def adamw_bfloat16_amsgrad(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -608,14 +612,10 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)                                # bf16, nearest
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -630,6 +630,21 @@ def adamw_bfloat16_amsgrad(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    p_x_bits = p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
+    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -638,24 +653,10 @@ def adamw_bfloat16_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
-    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -666,20 +667,19 @@ def adamw_bfloat16_amsgrad(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
-    p_x_bits = p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
@@ -704,13 +704,13 @@ def adamw_bfloat16_amsgrad_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -746,16 +746,8 @@ def adamw_float16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    p_stored = b.elements(p_tensor)
+    p = p_stored.to(torch.float32)                                # f16, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -765,6 +757,18 @@ def adamw_float16_amsgrad(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -773,14 +777,10 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)                                # f16, nearest
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -795,6 +795,19 @@ def adamw_float16_amsgrad(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
+    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -803,24 +816,10 @@ def adamw_float16_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
-    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -831,15 +830,16 @@ def adamw_float16_amsgrad(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
@@ -867,13 +867,13 @@ def adamw_float16_amsgrad_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -896,6 +896,7 @@ def adamw_float32_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -904,6 +905,8 @@ def adamw_float32_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -913,11 +916,8 @@ def adamw_float32_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg_sq": b.flat(exp_avg_sq),
@@ -928,23 +928,22 @@ def adamw_float32_decode(
 def adamw_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -954,6 +953,7 @@ def adamw_float32_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
@@ -994,6 +994,8 @@ def adamw_bfloat16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p_stored = b.elements(p_tensor)
+    p = p_stored.to(torch.float32)                    # bf16, nearest
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -1002,6 +1004,8 @@ def adamw_bfloat16_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1011,10 +1015,6 @@ def adamw_bfloat16_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)                    # bf16, nearest
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
     return {
@@ -1027,23 +1027,24 @@ def adamw_bfloat16_decode(
 def adamw_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
+    p_x_bits = in_p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -1053,8 +1054,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    p_x_bits = in_p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
@@ -1098,6 +1098,8 @@ def adamw_float16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p_stored = b.elements(p_tensor)
+    p = p_stored.to(torch.float32)                    # f16, nearest
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -1106,6 +1108,8 @@ def adamw_float16_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1115,10 +1119,6 @@ def adamw_float16_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)                    # f16, nearest
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
     return {
@@ -1131,23 +1131,22 @@ def adamw_float16_decode(
 def adamw_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -1157,6 +1156,7 @@ def adamw_float16_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p.to(torch.float16)),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
@@ -1199,6 +1199,7 @@ def adamw_float32_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -1207,6 +1208,8 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1216,6 +1219,8 @@ def adamw_float32_amsgrad_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -1224,13 +1229,8 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg_sq": b.flat(exp_avg_sq),
@@ -1242,24 +1242,23 @@ def adamw_float32_amsgrad_decode(
 def adamw_float32_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
-    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
+    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -1269,15 +1268,16 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     in_max_exp_avg_sq_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
@@ -1328,6 +1328,8 @@ def adamw_bfloat16_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p_stored = b.elements(p_tensor)
+    p = p_stored.to(torch.float32)                                # bf16, nearest
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -1336,6 +1338,8 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1345,6 +1349,8 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -1353,12 +1359,6 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)                                # bf16, nearest
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -1372,24 +1372,25 @@ def adamw_bfloat16_amsgrad_decode(
 def adamw_bfloat16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
-    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
+    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
+    p_x_bits = in_p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -1399,20 +1400,19 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     in_max_exp_avg_sq_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
-    p_x_bits = in_p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
@@ -1463,6 +1463,8 @@ def adamw_float16_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p_stored = b.elements(p_tensor)
+    p = p_stored.to(torch.float32)                                # f16, nearest
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -1471,6 +1473,8 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1480,6 +1484,8 @@ def adamw_float16_amsgrad_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -1488,12 +1494,6 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)                                # f16, nearest
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -1507,24 +1507,23 @@ def adamw_float16_amsgrad_decode(
 def adamw_float16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
-    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
+    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -1534,15 +1533,16 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     in_max_exp_avg_sq_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells

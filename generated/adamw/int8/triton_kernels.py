@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -30,6 +30,14 @@ def adamw_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -38,28 +46,34 @@ def adamw_float32_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                   # 30  p = decoupled(p, rate, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                   # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -68,37 +82,23 @@ def adamw_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add[:, None]
-    g_sub = 1601175552 - exp_avg_sq_base
+    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     g_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -123,14 +123,16 @@ def adamw_float32(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -143,6 +145,9 @@ def adamw_float32(
                 scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -153,6 +158,7 @@ def adamw_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_tile(
@@ -171,17 +177,18 @@ def adamw_float32(
                 before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_float32_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -192,22 +199,22 @@ def adamw_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                   # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -227,7 +234,9 @@ def adamw_float32_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -251,15 +260,15 @@ def adamw_float32_small(
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+            )
 
 
 @triton.jit
@@ -270,6 +279,14 @@ def adamw_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -278,20 +295,11 @@ def adamw_bfloat16_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)                             # bf16, nearest
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)                             # bf16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -299,9 +307,26 @@ def adamw_bfloat16_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
+    p_x_bits = p.to(tl.int32, bitcast=True)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -310,39 +335,23 @@ def adamw_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add[:, None]
-    g_sub = 1601175552 - exp_avg_sq_base
+    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     g_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -367,14 +376,16 @@ def adamw_bfloat16(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -387,6 +398,9 @@ def adamw_bfloat16(
                 scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -397,6 +411,7 @@ def adamw_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_tile(
@@ -415,17 +430,18 @@ def adamw_bfloat16(
                 before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -436,26 +452,26 @@ def adamw_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -475,7 +491,9 @@ def adamw_bfloat16_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -499,15 +517,15 @@ def adamw_bfloat16_small(
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+            )
 
 
 @triton.jit
@@ -518,6 +536,14 @@ def adamw_float16_tile(
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -526,20 +552,11 @@ def adamw_float16_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)                       # f16, nearest
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)                       # f16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -547,9 +564,24 @@ def adamw_float16_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
+    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -558,37 +590,23 @@ def adamw_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add[:, None]
-    g_sub = 1601175552 - exp_avg_sq_base
+    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     g_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -613,14 +631,16 @@ def adamw_float16(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -633,6 +653,9 @@ def adamw_float16(
                 scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -643,6 +666,7 @@ def adamw_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_tile(
@@ -661,17 +685,18 @@ def adamw_float16(
                 before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_float16_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -682,24 +707,24 @@ def adamw_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -719,7 +744,9 @@ def adamw_float16_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -743,15 +770,15 @@ def adamw_float16_small(
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+            )
 
 
 @triton.jit
@@ -763,6 +790,14 @@ def adamw_float32_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -771,13 +806,6 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
     max_exp_avg_sq_cells = tl.maximum(max_exp_avg_sq_header & 255, 4)
@@ -786,14 +814,12 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_code.to(tl.int32) * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                   # 30  p = decoupled(p, rate, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
@@ -802,9 +828,24 @@ def adamw_float32_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                   # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
+    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -813,50 +854,36 @@ def adamw_float32_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add[:, None]
-    g_sub = 1601175552 - exp_avg_sq_base
+    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     g_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.to(tl.int32, bitcast=True)
     max_exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, live, MASKED) >> 22
     max_exp_avg_sq_units = tl.minimum(tl.maximum(max_exp_avg_sq_above - tl.maximum(max_exp_avg_sq_below, 128), 1), 64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_range_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -883,14 +910,16 @@ def adamw_float32_amsgrad(
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -904,6 +933,9 @@ def adamw_float32_amsgrad(
                 step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -916,6 +948,7 @@ def adamw_float32_amsgrad(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_tile(
@@ -936,18 +969,19 @@ def adamw_float32_amsgrad(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_float32_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -958,26 +992,26 @@ def adamw_float32_amsgrad_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                   # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -998,7 +1032,9 @@ def adamw_float32_amsgrad_small(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1023,15 +1059,15 @@ def adamw_float32_amsgrad_small(
             at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_amsgrad_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+            )
 
 
 @triton.jit
@@ -1043,6 +1079,14 @@ def adamw_bfloat16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -1051,13 +1095,6 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
     max_exp_avg_sq_cells = tl.maximum(max_exp_avg_sq_header & 255, 4)
@@ -1066,15 +1103,13 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_code.to(tl.int32) * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)                                         # bf16, nearest
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    g_stored = get(g_ptr, at, live, MASKED)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)                                         # bf16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1084,9 +1119,26 @@ def adamw_bfloat16_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
+    p_x_bits = p.to(tl.int32, bitcast=True)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
+    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1095,52 +1147,36 @@ def adamw_bfloat16_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add[:, None]
-    g_sub = 1601175552 - exp_avg_sq_base
+    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     g_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.to(tl.int32, bitcast=True)
     max_exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, live, MASKED) >> 22
     max_exp_avg_sq_units = tl.minimum(tl.maximum(max_exp_avg_sq_above - tl.maximum(max_exp_avg_sq_below, 128), 1), 64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_range_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -1167,14 +1203,16 @@ def adamw_bfloat16_amsgrad(
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1188,6 +1226,9 @@ def adamw_bfloat16_amsgrad(
                 step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1200,6 +1241,7 @@ def adamw_bfloat16_amsgrad(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_tile(
@@ -1220,18 +1262,19 @@ def adamw_bfloat16_amsgrad(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_bfloat16_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1242,30 +1285,30 @@ def adamw_bfloat16_amsgrad_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -1286,7 +1329,9 @@ def adamw_bfloat16_amsgrad_small(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1311,15 +1356,15 @@ def adamw_bfloat16_amsgrad_small(
             at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_amsgrad_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+            )
 
 
 @triton.jit
@@ -1331,6 +1376,14 @@ def adamw_float16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -1339,13 +1392,6 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
     max_exp_avg_sq_cells = tl.maximum(max_exp_avg_sq_header & 255, 4)
@@ -1354,15 +1400,13 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_code.to(tl.int32) * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)                                   # f16, nearest
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    g_stored = get(g_ptr, at, live, MASKED)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)                                   # f16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1372,9 +1416,24 @@ def adamw_float16_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
+    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
+    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1383,50 +1442,36 @@ def adamw_float16_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add[:, None]
-    g_sub = 1601175552 - exp_avg_sq_base
+    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     g_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.to(tl.int32, bitcast=True)
     max_exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, live, MASKED) >> 22
     max_exp_avg_sq_units = tl.minimum(tl.maximum(max_exp_avg_sq_above - tl.maximum(max_exp_avg_sq_below, 128), 1), 64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_range_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -1453,14 +1498,16 @@ def adamw_float16_amsgrad(
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1474,6 +1521,9 @@ def adamw_float16_amsgrad(
                 step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1486,6 +1536,7 @@ def adamw_float16_amsgrad(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_tile(
@@ -1506,18 +1557,19 @@ def adamw_float16_amsgrad(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_float16_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1528,28 +1580,28 @@ def adamw_float16_amsgrad_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -1570,7 +1622,9 @@ def adamw_float16_amsgrad_small(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1595,15 +1649,15 @@ def adamw_float16_amsgrad_small(
             at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_amsgrad_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
@@ -1624,10 +1678,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "adamw_float32": {"maxnreg": 96},
+    "adamw_float32": {"maxnreg": 64},
     "adamw_float32_small": {"maxnreg": 64},
-    "adamw_bfloat16": {"maxnreg": 96},
+    "adamw_bfloat16": {"maxnreg": 64},
     "adamw_bfloat16_small": {"maxnreg": 64},
-    "adamw_float16": {"maxnreg": 96},
+    "adamw_float16": {"maxnreg": 64},
     "adamw_float16_small": {"maxnreg": 64},
 }

@@ -83,19 +83,19 @@ struct adamw_float32 {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F g = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(exp_avg_sq_value, scalar_4, scalar_5)), p_2);
                 const F g_abs = abs(exp_avg);
@@ -116,9 +116,9 @@ struct adamw_float32 {
             const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -165,17 +165,17 @@ struct adamw_float32_small {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p = load(p_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -248,17 +248,16 @@ struct adamw_bfloat16 {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, nearest
-                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;     // 30  p = decoupled(p, rate, weight_decay)
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, nearest
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
@@ -266,11 +265,12 @@ struct adamw_bfloat16 {
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                const F p_2 = one_minus_lr_times_weight_decay * p;     // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
-                const F g_abs = abs(exp_avg);
                 const I p_word = min(bits(p_3), I(2143289344)) + 32896;
                 const I p_low_2 = p_word >> 8;
+                const F g_abs = abs(exp_avg);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -289,9 +289,9 @@ struct adamw_bfloat16 {
             const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -339,22 +339,22 @@ struct adamw_bfloat16_small {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;     // 30  p = decoupled(p, rate, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, nearest
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;     // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_word = min(bits(p_3), I(2143289344)) + 32896;
             const I p_low_2 = p_word >> 8;
             store(p_at + i, p_word >> 16);
@@ -430,23 +430,22 @@ struct adamw_float16 {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, nearest
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -454,20 +453,21 @@ struct adamw_float16 {
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
-                const F g_abs = abs(exp_avg);
                 const I g_bitcast = bits(p_3);
+                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_magnitude = g_bitcast & 2147483647;
-                const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
                 const F g_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * g_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
+                const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F g_abs = abs(exp_avg);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -486,9 +486,9 @@ struct adamw_float16 {
             const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -536,38 +536,38 @@ struct adamw_float16_small {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I p_offset = p_low + -128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-            // f16 and 8 more bits, nearest
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const I p_offset = p_low + -128;
+            const I p_wide = ((p_high & 32767) << 8) + p_offset;
+            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
+            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            // f16 and 8 more bits, nearest
+            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_magnitude = g_bitcast & 2147483647;
-            const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
             const F g_bitcast_2 = as_float(p_magnitude);
             const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
+            const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -625,11 +625,6 @@ struct adamw_float32_amsgrad {
             const I exp_avg_scale_bits = exp_avg_scale << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
-            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
             const I max_exp_avg_sq_scale_and = max_exp_avg_sq_scale & 65535;
             const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
@@ -638,6 +633,11 @@ struct adamw_float32_amsgrad {
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
             const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
+            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
+            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
             const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
@@ -665,6 +665,7 @@ struct adamw_float32_amsgrad {
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F g = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -672,10 +673,8 @@ struct adamw_float32_amsgrad {
                 const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(max_exp_avg_sq_code | 1258291200), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
-                const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
+                const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
@@ -684,6 +683,7 @@ struct adamw_float32_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p_2);
                 const F g_abs = abs(exp_avg);
@@ -709,12 +709,12 @@ struct adamw_float32_amsgrad {
             const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
+            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
             const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(max_exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
             const F max_exp_avg_sq_mul = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -767,20 +767,20 @@ struct adamw_float32_amsgrad_small {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = load(p_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -838,11 +838,6 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_scale_bits = exp_avg_scale << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
-            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
             const I max_exp_avg_sq_scale_and = max_exp_avg_sq_scale & 65535;
             const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
@@ -851,6 +846,11 @@ struct adamw_bfloat16_amsgrad {
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
             const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
+            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
+            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
             const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
@@ -878,21 +878,20 @@ struct adamw_bfloat16_amsgrad {
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, nearest
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(max_exp_avg_sq_code | 1258291200), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
-                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, nearest
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
@@ -902,12 +901,13 @@ struct adamw_bfloat16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p_2);
-                const F g_abs = abs(exp_avg);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const I p_word = min(bits(p_3), I(2143289344)) + 32896;
                 const I p_low_2 = p_word >> 8;
+                const F g_abs = abs(exp_avg);
+                const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 take_larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
@@ -930,12 +930,12 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
+            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
             const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(max_exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
             const F max_exp_avg_sq_mul = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -989,25 +989,25 @@ struct adamw_bfloat16_amsgrad_small {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));          // bf16 and 8 more bits, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + -32768 + (p_low << 8));          // bf16 and 8 more bits, nearest
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_word = min(bits(p_3), I(2143289344)) + 32896;
             const I p_low_2 = p_word >> 8;
             store(p_at + i, p_word >> 16);
@@ -1068,11 +1068,6 @@ struct adamw_float16_amsgrad {
             const I exp_avg_scale_bits = exp_avg_scale << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
-            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
             const I max_exp_avg_sq_scale_and = max_exp_avg_sq_scale & 65535;
             const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
@@ -1081,6 +1076,11 @@ struct adamw_float16_amsgrad {
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
             const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
+            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
+            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
             const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
@@ -1108,27 +1108,26 @@ struct adamw_float16_amsgrad {
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                // f16 and 8 more bits, nearest
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(max_exp_avg_sq_code | 1258291200), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
-                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                // f16 and 8 more bits, nearest
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -1138,21 +1137,22 @@ struct adamw_float16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
-                const F g_abs = abs(exp_avg);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const I g_bitcast = bits(p_3);
+                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_magnitude = g_bitcast & 2147483647;
-                const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
                 const F g_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * g_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
+                const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F g_abs = abs(exp_avg);
+                const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 take_larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
@@ -1175,12 +1175,12 @@ struct adamw_float16_amsgrad {
             const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
+            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
             const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(max_exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
             const F max_exp_avg_sq_mul = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -1234,41 +1234,41 @@ struct adamw_float16_amsgrad_small {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F g_stored = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
+            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, nearest
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_magnitude = g_bitcast & 2147483647;
-            const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
             const F g_bitcast_2 = as_float(p_magnitude);
             const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
+            const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -35,8 +35,7 @@ def adamw_float32(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -46,18 +45,19 @@ def adamw_float32(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
     exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    p = b.elements(p_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g        # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -101,10 +101,10 @@ def adamw_float32_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -134,12 +134,11 @@ def adamw_bfloat16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -149,17 +148,18 @@ def adamw_bfloat16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
     exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
@@ -171,6 +171,8 @@ def adamw_bfloat16(
     denom = exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_word = torch.where(p == p, p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -183,8 +185,6 @@ def adamw_bfloat16(
     exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
     exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_div
-    p_word = torch.where(p == p, p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
@@ -208,14 +208,14 @@ def adamw_bfloat16_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -248,17 +248,17 @@ def adamw_float16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, nearest
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -268,18 +268,18 @@ def adamw_float16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
     exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
-    # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -290,6 +290,19 @@ def adamw_float16(
     denom = exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -302,19 +315,6 @@ def adamw_float16(
     exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
     exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_div
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
@@ -338,20 +338,20 @@ def adamw_float16_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -362,16 +362,16 @@ def adamw_float16_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
     p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -396,8 +396,7 @@ def adamw_float32_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -407,31 +406,32 @@ def adamw_float32_amsgrad(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
-    exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
-    exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
     max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    p = b.elements(p_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
+    exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
+    exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
+    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -486,12 +486,12 @@ def adamw_float32_amsgrad_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -525,12 +525,11 @@ def adamw_bfloat16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -540,31 +539,32 @@ def adamw_bfloat16_amsgrad(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
-    exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
-    exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
     max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, nearest
-    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
+    exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
+    exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
+    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -577,6 +577,8 @@ def adamw_bfloat16_amsgrad(
     denom = max_exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_word = torch.where(p == p, p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -595,8 +597,6 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 2147467264).clamp(max=1602224112)
     max_exp_avg_sq_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
     max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_div
-    p_word = torch.where(p == p, p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
@@ -622,16 +622,16 @@ def adamw_bfloat16_amsgrad_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -668,17 +668,17 @@ def adamw_float16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, nearest
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -688,32 +688,32 @@ def adamw_float16_amsgrad(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
-    exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
-    exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
     max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
-    # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
+    exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
+    exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
+    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -726,6 +726,19 @@ def adamw_float16_amsgrad(
     denom = max_exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -744,19 +757,6 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 2147467264).clamp(max=1602224112)
     max_exp_avg_sq_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
     max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_div
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
@@ -782,22 +782,22 @@ def adamw_float16_amsgrad_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -810,16 +810,16 @@ def adamw_float16_amsgrad_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
     p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -834,6 +834,7 @@ def adamw_float32_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -843,18 +844,17 @@ def adamw_float32_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
     exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -865,9 +865,9 @@ def adamw_float32_decode(
 def adamw_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -922,10 +922,11 @@ def adamw_bfloat16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -935,17 +936,16 @@ def adamw_bfloat16_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
     exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     return {
@@ -958,9 +958,11 @@ def adamw_bfloat16_decode(
 def adamw_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -974,8 +976,6 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
     in_exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
     exp_avg_sq_linear = exp_avg_sq_value * in_exp_avg_sq_div
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -989,10 +989,10 @@ def adamw_bfloat16_encode(values):
 def adamw_bfloat16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
@@ -1025,15 +1025,17 @@ def adamw_float16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, nearest
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1043,18 +1045,16 @@ def adamw_float16_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
     exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
-    # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     return {
         "p": b.flat(p),
@@ -1066,9 +1066,22 @@ def adamw_float16_decode(
 def adamw_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -1082,19 +1095,6 @@ def adamw_float16_encode(values):
     exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
     in_exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
     exp_avg_sq_linear = exp_avg_sq_value * in_exp_avg_sq_div
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1108,14 +1108,14 @@ def adamw_float16_encode(values):
 def adamw_float16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -1135,16 +1135,16 @@ def adamw_float16_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -1161,6 +1161,7 @@ def adamw_float32_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1170,31 +1171,30 @@ def adamw_float32_amsgrad_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
     exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
+    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
     max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -1206,10 +1206,10 @@ def adamw_float32_amsgrad_decode(
 def adamw_float32_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -1276,10 +1276,11 @@ def adamw_bfloat16_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1289,29 +1290,28 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
     exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
+    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
     max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, nearest
-    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -1325,10 +1325,12 @@ def adamw_bfloat16_amsgrad_decode(
 def adamw_bfloat16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -1348,8 +1350,6 @@ def adamw_bfloat16_amsgrad_encode(values):
     max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 2147467264).clamp(max=1602224112)
     in_max_exp_avg_sq_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
     max_exp_avg_sq_linear = max_exp_avg_sq_value * in_max_exp_avg_sq_div
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1367,10 +1367,10 @@ def adamw_bfloat16_amsgrad_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
@@ -1407,15 +1407,17 @@ def adamw_float16_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, nearest
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1425,30 +1427,28 @@ def adamw_float16_amsgrad_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
     exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_code = exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
+    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
+    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
     max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
     max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32).to(torch.float32)
-    max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
-    # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -1462,10 +1462,23 @@ def adamw_float16_amsgrad_decode(
 def adamw_float16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -1485,19 +1498,6 @@ def adamw_float16_amsgrad_encode(values):
     max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 2147467264).clamp(max=1602224112)
     in_max_exp_avg_sq_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
     max_exp_avg_sq_linear = max_exp_avg_sq_value * in_max_exp_avg_sq_div
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1515,14 +1515,14 @@ def adamw_float16_amsgrad_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -1545,16 +1545,16 @@ def adamw_float16_amsgrad_small_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

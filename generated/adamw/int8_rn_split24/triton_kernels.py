@@ -30,6 +30,7 @@ def adamw_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -37,16 +38,14 @@ def adamw_float32_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
@@ -57,24 +56,25 @@ def adamw_float32_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_4, scalar_5)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
+    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -97,14 +97,16 @@ def adamw_float32(
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -116,6 +118,9 @@ def adamw_float32(
                 scalar_4, scalar_5, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -143,17 +148,18 @@ def adamw_float32(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 scalar_5, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                scalar_5, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_float32_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    scalar_5, True,
+                )
 
 
 @triton.jit
@@ -164,22 +170,22 @@ def adamw_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                   # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -199,7 +205,9 @@ def adamw_float32_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -223,15 +231,15 @@ def adamw_float32_small(
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+            )
 
 
 @triton.jit
@@ -242,8 +250,7 @@ def adamw_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -251,17 +258,17 @@ def adamw_bfloat16_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, nearest
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -273,27 +280,28 @@ def adamw_bfloat16_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_4, scalar_5)), p)
     # -- encode and store
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
-    p_low = byte(p_word, 1)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
+    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -317,14 +325,16 @@ def adamw_bfloat16(
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -336,6 +346,9 @@ def adamw_bfloat16(
                 scalar_2, scalar_3, scalar_4, scalar_5, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -364,17 +377,18 @@ def adamw_bfloat16(
                 at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 scalar_2, scalar_3, scalar_4, scalar_5, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, scalar_5, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    scalar_5, True,
+                )
 
 
 @triton.jit
@@ -385,29 +399,29 @@ def adamw_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, nearest
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, nearest
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
 
 
 @triton.jit
@@ -428,7 +442,9 @@ def adamw_bfloat16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -453,15 +469,15 @@ def adamw_bfloat16_small(
             at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+            )
 
 
 @triton.jit
@@ -472,15 +488,7 @@ def adamw_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -488,17 +496,24 @@ def adamw_float16_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -510,36 +525,37 @@ def adamw_float16_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_4, scalar_5)), p)
     # -- encode and store
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
+    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
+    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -563,14 +579,16 @@ def adamw_float16(
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -582,6 +600,9 @@ def adamw_float16(
                 scalar_2, scalar_3, scalar_4, scalar_5, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -610,17 +631,18 @@ def adamw_float16(
                 at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 scalar_2, scalar_3, scalar_4, scalar_5, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, scalar_5, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    scalar_5, True,
+                )
 
 
 @triton.jit
@@ -631,45 +653,45 @@ def adamw_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, nearest
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, nearest
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
     p_magnitude = g_bitcast & 2147483647
-    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -690,7 +712,9 @@ def adamw_float16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -715,15 +739,15 @@ def adamw_float16_small(
             at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+            )
 
 
 @triton.jit
@@ -735,6 +759,7 @@ def adamw_float32_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -742,28 +767,26 @@ def adamw_float32_amsgrad_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
-    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
-    exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 65535
     max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale
     max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0
     max_exp_avg_sq_scale_bitcast = (max_exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
     max_exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast
-    p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
+    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
+    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
@@ -776,31 +799,32 @@ def adamw_float32_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
+    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 2139095040, tl.maximum(max_exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 2147467264, 1602224112)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
+    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 2147467264, 1602224112)
+    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -826,14 +850,16 @@ def adamw_float32_amsgrad(
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -846,6 +872,9 @@ def adamw_float32_amsgrad(
                 scalar_6, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -877,18 +906,19 @@ def adamw_float32_amsgrad(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5,
                 scalar_6, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, beta1,
-                sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-                scalar_4, scalar_5, scalar_6, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_float32_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
+                    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                    scalar_4, scalar_5, scalar_6, True,
+                )
 
 
 @triton.jit
@@ -899,26 +929,26 @@ def adamw_float32_amsgrad_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                   # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -939,7 +969,9 @@ def adamw_float32_amsgrad_small(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -964,15 +996,15 @@ def adamw_float32_amsgrad_small(
             at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_amsgrad_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+            )
 
 
 @triton.jit
@@ -984,8 +1016,7 @@ def adamw_bfloat16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -993,29 +1024,29 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
-    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
-    exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 65535
     max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
-    # bf16 and 8 more bits, nearest
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale
     max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0
     max_exp_avg_sq_scale_bitcast = (max_exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
     max_exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
+    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
+    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, nearest
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1029,34 +1060,35 @@ def adamw_bfloat16_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
     # -- encode and store
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
+    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 2139095040, tl.maximum(max_exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 2147467264, 1602224112)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
-    p_low = byte(p_word, 1)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
+    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 2147467264, 1602224112)
+    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -1083,14 +1115,16 @@ def adamw_bfloat16_amsgrad(
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1103,6 +1137,9 @@ def adamw_bfloat16_amsgrad(
                 scalar_4, scalar_5, scalar_6, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1135,18 +1172,19 @@ def adamw_bfloat16_amsgrad(
                 sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
                 scalar_4, scalar_5, scalar_6, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_3, scalar_4, scalar_5, scalar_6, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_bfloat16_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
+                    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                    scalar_4, scalar_5, scalar_6, True,
+                )
 
 
 @triton.jit
@@ -1157,33 +1195,33 @@ def adamw_bfloat16_amsgrad_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, nearest
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, nearest
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
 
 
 @triton.jit
@@ -1205,7 +1243,9 @@ def adamw_bfloat16_amsgrad_small(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 6)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1233,16 +1273,16 @@ def adamw_bfloat16_amsgrad_small(
             one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
             scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_amsgrad_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                max_exp_avg_sq_ptr + start, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, True,
+            )
 
 
 @triton.jit
@@ -1254,15 +1294,7 @@ def adamw_float16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1270,29 +1302,36 @@ def adamw_float16_amsgrad_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
-    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
-    exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 65535
     max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
     max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
-    # f16 and 8 more bits, nearest
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale
     max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0
     max_exp_avg_sq_scale_bitcast = (max_exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
     max_exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
+    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
+    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, nearest
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1306,43 +1345,44 @@ def adamw_float16_amsgrad_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
     # -- encode and store
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
+    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
+    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
+    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 2139095040, tl.maximum(max_exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 2147467264, 1602224112)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
+    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 2147467264, 1602224112)
+    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -1369,14 +1409,16 @@ def adamw_float16_amsgrad(
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1389,6 +1431,9 @@ def adamw_float16_amsgrad(
                 scalar_4, scalar_5, scalar_6, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1421,18 +1466,19 @@ def adamw_float16_amsgrad(
                 sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
                 scalar_4, scalar_5, scalar_6, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_3, scalar_4, scalar_5, scalar_6, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adamw_float16_amsgrad_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
+                    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                    scalar_4, scalar_5, scalar_6, True,
+                )
 
 
 @triton.jit
@@ -1443,49 +1489,49 @@ def adamw_float16_amsgrad_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
+    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
 @triton.jit
@@ -1507,7 +1553,9 @@ def adamw_float16_amsgrad_small(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
     numel = tl.load(row + 6)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1535,16 +1583,16 @@ def adamw_float16_amsgrad_small(
             one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
             scalar_5, scalar_6, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_amsgrad_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                max_exp_avg_sq_ptr + start, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
@@ -1565,10 +1613,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "adamw_float32": {"maxnreg": 72},
+    "adamw_float32": {"maxnreg": 64},
     "adamw_float32_small": {"maxnreg": 64},
-    "adamw_bfloat16": {"maxnreg": 72},
+    "adamw_bfloat16": {"maxnreg": 64},
     "adamw_bfloat16_small": {"maxnreg": 64},
-    "adamw_float16": {"maxnreg": 72},
+    "adamw_float16": {"maxnreg": 64},
     "adamw_float16_small": {"maxnreg": 64},
 }

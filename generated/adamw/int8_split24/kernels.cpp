@@ -50,11 +50,11 @@ struct adamw_float32 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -75,16 +75,16 @@ struct adamw_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -102,27 +102,27 @@ struct adamw_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(g_sqrt, scalar_3, scalar_4)), p_2);
+                const I exp_avg_sq_pattern = bits(g_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -142,21 +142,21 @@ struct adamw_float32 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -164,21 +164,21 @@ struct adamw_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
@@ -237,17 +237,17 @@ struct adamw_float32_small {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p = load(p_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -287,11 +287,11 @@ struct adamw_bfloat16 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -312,16 +312,16 @@ struct adamw_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -339,34 +339,34 @@ struct adamw_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I exp_avg_sq_pattern = bits(g_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -387,21 +387,21 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -409,21 +409,21 @@ struct adamw_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
@@ -499,22 +499,22 @@ struct adamw_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;     // 30  p = decoupled(p, rate, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;     // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -560,11 +560,11 @@ struct adamw_float16 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -585,16 +585,16 @@ struct adamw_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -612,51 +612,51 @@ struct adamw_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                const I g_bitcast = bits(p_3);
+                const I p_sign = g_bitcast >> 16 & 32768;
+                const I p_magnitude = g_bitcast & 2147483647;
+                const F g_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                const I g_bitcast = bits(p_3);
-                const I p_magnitude = g_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I exp_avg_sq_pattern = bits(g_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -677,21 +677,21 @@ struct adamw_float16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -699,21 +699,21 @@ struct adamw_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
@@ -789,43 +789,43 @@ struct adamw_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I p_offset = p_low + -128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const I p_offset = p_low + -128;
+            const I p_wide = ((p_high & 32767) << 8) + p_offset;
+            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
+            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            // f16 and 8 more bits, stochastic
+            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
+            const I p_magnitude = g_bitcast & 2147483647;
+            const F g_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * g_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I g_bitcast = bits(p_3);
-            const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -871,11 +871,11 @@ struct adamw_float32_amsgrad {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -901,16 +901,16 @@ struct adamw_float32_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I max_exp_avg_sq_range = load(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = max_exp_avg_sq_range;
             const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
@@ -940,20 +940,19 @@ struct adamw_float32_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_code * max_exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -961,12 +960,13 @@ struct adamw_float32_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4)), p_2);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -994,30 +994,30 @@ struct adamw_float32_amsgrad {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
             const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
+            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -1029,11 +1029,11 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -1044,10 +1044,10 @@ struct adamw_float32_amsgrad {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
@@ -1110,20 +1110,20 @@ struct adamw_float32_amsgrad_small {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = load(p_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1169,11 +1169,11 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -1199,16 +1199,16 @@ struct adamw_bfloat16_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I max_exp_avg_sq_range = load(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = max_exp_avg_sq_range;
             const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
@@ -1238,24 +1238,23 @@ struct adamw_bfloat16_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_code * max_exp_avg_sq_step);
-                const F p = as_float(p_high + -32768 + (p_low << 8));                  // bf16 and 8 more bits, stochastic
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));                  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -1264,15 +1263,16 @@ struct adamw_bfloat16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 take_larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
@@ -1300,30 +1300,30 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
             const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
+            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -1335,11 +1335,11 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -1350,10 +1350,10 @@ struct adamw_bfloat16_amsgrad {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
@@ -1433,25 +1433,25 @@ struct adamw_bfloat16_amsgrad_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));          // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + -32768 + (p_low << 8));          // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1503,11 +1503,11 @@ struct adamw_float16_amsgrad {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -1533,16 +1533,16 @@ struct adamw_float16_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I max_exp_avg_sq_range = load(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = max_exp_avg_sq_range;
             const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
@@ -1572,30 +1572,29 @@ struct adamw_float16_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_code * max_exp_avg_sq_step);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -1604,26 +1603,27 @@ struct adamw_float16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
+                const I g_bitcast = bits(p_3);
+                const I p_sign = g_bitcast >> 16 & 32768;
+                const I p_magnitude = g_bitcast & 2147483647;
+                const F g_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                const I g_bitcast = bits(p_3);
-                const I p_magnitude = g_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 take_larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
@@ -1651,30 +1651,30 @@ struct adamw_float16_amsgrad {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
             const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(max_exp_avg_sq_units))), I(255));
+            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_kept + b, g_add);
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -1686,11 +1686,11 @@ struct adamw_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -1701,10 +1701,10 @@ struct adamw_float16_amsgrad {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
@@ -1784,46 +1784,46 @@ struct adamw_float16_amsgrad_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F g_stored = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
+            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
+            const I p_magnitude = g_bitcast & 2147483647;
+            const F g_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * g_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I g_bitcast = bits(p_3);
-            const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -35,16 +35,7 @@ def adamw_float32(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -54,11 +45,20 @@ def adamw_float32(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
-    p = b.elements(p_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -70,6 +70,19 @@ def adamw_float32(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
+    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -78,24 +91,10 @@ def adamw_float32(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
-    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -106,6 +105,7 @@ def adamw_float32(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
@@ -128,10 +128,10 @@ def adamw_float32_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -161,20 +161,11 @@ def adamw_bfloat16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -184,11 +175,20 @@ def adamw_bfloat16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -208,24 +208,25 @@ def adamw_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -236,8 +237,7 @@ def adamw_bfloat16(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
@@ -261,14 +261,14 @@ def adamw_bfloat16_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -309,25 +309,17 @@ def adamw_float16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -337,12 +329,20 @@ def adamw_float16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -354,6 +354,12 @@ def adamw_float16(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -362,24 +368,31 @@ def adamw_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -390,20 +403,7 @@ def adamw_float16(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
@@ -427,20 +427,20 @@ def adamw_float16_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -450,6 +450,12 @@ def adamw_float16_small(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -458,18 +464,12 @@ def adamw_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -494,16 +494,7 @@ def adamw_float32_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -513,6 +504,18 @@ def adamw_float32_amsgrad(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -521,13 +524,10 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    p = b.elements(p_tensor)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -542,6 +542,19 @@ def adamw_float32_amsgrad(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
+    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -550,24 +563,10 @@ def adamw_float32_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
-    exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -578,15 +577,16 @@ def adamw_float32_amsgrad(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
@@ -614,12 +614,12 @@ def adamw_float32_amsgrad_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -653,20 +653,11 @@ def adamw_bfloat16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -676,6 +667,18 @@ def adamw_bfloat16_amsgrad(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -684,13 +687,10 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -713,24 +713,25 @@ def adamw_bfloat16_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -741,20 +742,19 @@ def adamw_bfloat16_amsgrad(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
@@ -780,16 +780,16 @@ def adamw_bfloat16_amsgrad_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -834,25 +834,17 @@ def adamw_float16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -862,6 +854,18 @@ def adamw_float16_amsgrad(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -870,14 +874,10 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -892,6 +892,12 @@ def adamw_float16_amsgrad(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -900,24 +906,31 @@ def adamw_float16_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
     exp_avg_scale_abs = exp_avg_value.abs()
@@ -928,32 +941,19 @@ def adamw_float16_amsgrad(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
@@ -979,22 +979,22 @@ def adamw_float16_amsgrad_small(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1006,6 +1006,12 @@ def adamw_float16_amsgrad_small(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -1014,18 +1020,12 @@ def adamw_float16_amsgrad_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1040,6 +1040,7 @@ def adamw_float32_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -1048,6 +1049,8 @@ def adamw_float32_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1057,11 +1060,8 @@ def adamw_float32_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg_sq": b.flat(exp_avg_sq),
@@ -1072,23 +1072,22 @@ def adamw_float32_decode(
 def adamw_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -1098,6 +1097,7 @@ def adamw_float32_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
@@ -1139,10 +1139,11 @@ def adamw_bfloat16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -1151,6 +1152,8 @@ def adamw_bfloat16_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1160,9 +1163,6 @@ def adamw_bfloat16_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
     return {
@@ -1175,23 +1175,24 @@ def adamw_bfloat16_decode(
 def adamw_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -1201,8 +1202,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1216,10 +1216,10 @@ def adamw_bfloat16_encode(values):
 def adamw_bfloat16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
@@ -1252,15 +1252,17 @@ def adamw_float16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -1269,6 +1271,8 @@ def adamw_float16_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1278,10 +1282,6 @@ def adamw_float16_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
     return {
@@ -1294,23 +1294,35 @@ def adamw_float16_decode(
 def adamw_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -1320,19 +1332,7 @@ def adamw_float16_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1346,14 +1346,14 @@ def adamw_float16_encode(values):
 def adamw_float16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -1373,16 +1373,16 @@ def adamw_float16_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -1399,6 +1399,7 @@ def adamw_float32_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -1407,6 +1408,8 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1416,6 +1419,8 @@ def adamw_float32_amsgrad_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -1424,13 +1429,8 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg_sq": b.flat(exp_avg_sq),
@@ -1442,24 +1442,23 @@ def adamw_float32_amsgrad_decode(
 def adamw_float32_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
-    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
+    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -1469,15 +1468,16 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     in_max_exp_avg_sq_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
@@ -1528,10 +1528,11 @@ def adamw_bfloat16_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, stochastic
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -1540,6 +1541,8 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1549,6 +1552,8 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -1557,11 +1562,6 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -1575,24 +1575,25 @@ def adamw_bfloat16_amsgrad_decode(
 def adamw_bfloat16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
-    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
+    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -1602,20 +1603,19 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     in_max_exp_avg_sq_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1633,10 +1633,10 @@ def adamw_bfloat16_amsgrad_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
@@ -1673,15 +1673,17 @@ def adamw_float16_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -1690,6 +1692,8 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1699,6 +1703,8 @@ def adamw_float16_amsgrad_decode(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    exp_avg = exp_avg_value * exp_avg_sq_value
     max_exp_avg_sq_range = b.per_block(max_exp_avg_sq_range_tensor)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(torch.int32)
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=4)
@@ -1707,12 +1713,6 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_code.to(torch.int32) * max_exp_avg_sq_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    exp_avg = exp_avg_value * exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -1726,24 +1726,36 @@ def adamw_float16_amsgrad_decode(
 def adamw_float16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_exp_avg = b.elements(values["exp_avg"])
-    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_exp_avg_sq = b.elements(values["exp_avg_sq"])
+    in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
-    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
     in_exp_avg_abs = exp_avg_value.abs()
@@ -1753,31 +1765,19 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
     max_exp_avg_sq_above = (block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     in_max_exp_avg_sq_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = quotient(256.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1795,14 +1795,14 @@ def adamw_float16_amsgrad_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -1825,16 +1825,16 @@ def adamw_float16_amsgrad_small_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

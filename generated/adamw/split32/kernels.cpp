@@ -58,23 +58,23 @@ struct adamw_float32 {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
+            const F g = Grad::load(g_at + i);
             const I exp_avg_stored = load(exp_avg_at + i);
             const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16, stochastic
             const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
             const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16, stochastic
             const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
+            const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I exp_avg_x_bits = bits(exp_avg_2);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
@@ -123,31 +123,31 @@ struct adamw_bfloat16 {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + p_low);                    // bf16 and 16 more bits
+            const F g_stored = Grad::load(g_at + i);
             const I exp_avg_stored = load(exp_avg_at + i);
             const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16, stochastic
             const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
             const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + p_low);                    // bf16 and 16 more bits
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const I p_word = min(bits(p_3), I(2143289344)) + 32768;
+            const I p_low_2 = (p_word & 65535) + -32768;
+            const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I exp_avg_x_bits = bits(exp_avg_2);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            const I p_word = min(bits(p_3), I(2143289344)) + 32768;
-            const I p_low_2 = (p_word & 65535) + -32768;
             store(p_at + i, p_word >> 16);
             store(weight_low_at + i, p_low_2);
             store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
@@ -196,47 +196,47 @@ struct adamw_float16 {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I p_wide = ((p_high & 32767) << 16) + p_low;
-            const I p_normal = (p_wide >> 3) + 939524096;
-            const I p_subnormal = bits(9.094947017729282e-13f * to_float(p_wide));
-            const I p_finite = where(p_wide < 67108864, p_subnormal, p_normal);
-            // f16 and 16 more bits
-            const F p = as_float(bits(as_float(where(p_wide < 2080374784, p_finite, 2143289344 - to_int(p_wide == 2080374784) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
             const I exp_avg_stored = load(exp_avg_at + i);
             const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16, stochastic
             const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
             const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const I p_wide = ((p_high & 32767) << 16) + p_low;
+            const I p_subnormal = bits(9.094947017729282e-13f * to_float(p_wide));
+            const I p_normal = (p_wide >> 3) + 939524096;
+            const I p_finite = where(p_wide < 67108864, p_subnormal, p_normal);
+            // f16 and 16 more bits
+            const F p = as_float(bits(as_float(where(p_wide < 2080374784, p_finite, 2143289344 - to_int(p_wide == 2080374784) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, step)
-            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I exp_avg_x_bits = bits(exp_avg_2);
-            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased, I(260046848)) << 3;
             const F g_bitcast_2 = as_float(p_magnitude);
             const F p_steps = 1099511627776.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased, I(260046848)) << 3;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(2113929216)) + 32768;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_low_2 = p_word & 65535;
             const I p_kept = p_low_2 + -32768;
+            const I exp_avg_x_bits = bits(exp_avg_2);
+            const I word_and = lane(i);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_sign | p_word >> 16);
             store(weight_low_at + i, p_kept);
             store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
@@ -285,27 +285,27 @@ struct adamw_float32_amsgrad {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
+            const F g = Grad::load(g_at + i);
             const I exp_avg_stored = load(exp_avg_at + i);
             const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16, stochastic
             const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
             const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);   // bf16
+            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
+            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16, stochastic
             const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I exp_avg_x_bits = bits(exp_avg_2);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
@@ -358,19 +358,18 @@ struct adamw_bfloat16_amsgrad {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + p_low);                            // bf16 and 16 more bits
+            const F g_stored = Grad::load(g_at + i);
             const I exp_avg_stored = load(exp_avg_at + i);
             const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16, stochastic
             const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
             const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const F g_stored = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
+            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16, stochastic
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + p_low);                            // bf16 and 16 more bits
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -378,17 +377,18 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const I p_word = min(bits(p_3), I(2143289344)) + 32768;
+            const I p_low_2 = (p_word & 65535) + -32768;
+            const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I exp_avg_x_bits = bits(exp_avg_2);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            const I p_word = min(bits(p_3), I(2143289344)) + 32768;
-            const I p_low_2 = (p_word & 65535) + -32768;
             store(p_at + i, p_word >> 16);
             store(weight_low_at + i, p_low_2);
             store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
@@ -439,24 +439,23 @@ struct adamw_float16_amsgrad {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F g_stored = Grad::load(g_at + i);
+            const I exp_avg_stored = load(exp_avg_at + i);
+            const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16, stochastic
+            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
+            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
+            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16, stochastic
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_wide = ((p_high & 32767) << 16) + p_low;
-            const I p_normal = (p_wide >> 3) + 939524096;
             const I p_subnormal = bits(9.094947017729282e-13f * to_float(p_wide));
+            const I p_normal = (p_wide >> 3) + 939524096;
             const I p_finite = where(p_wide < 67108864, p_subnormal, p_normal);
             // f16 and 16 more bits
             const F p = as_float(bits(as_float(where(p_wide < 2080374784, p_finite, 2143289344 - to_int(p_wide == 2080374784) * 4194304))) | (p_high & 32768) << 16);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16, stochastic
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const F g_stored = Grad::load(g_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -464,28 +463,29 @@ struct adamw_float16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, step)
-            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I exp_avg_x_bits = bits(exp_avg_2);
-            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
-            const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased, I(260046848)) << 3;
             const F g_bitcast_2 = as_float(p_magnitude);
             const F p_steps = 1099511627776.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased, I(260046848)) << 3;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(2113929216)) + 32768;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_low_2 = p_word & 65535;
             const I p_kept = p_low_2 + -32768;
+            const I exp_avg_x_bits = bits(exp_avg_2);
+            const I word_and = lane(i);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
+            const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
+            const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_sign | p_word >> 16);
             store(weight_low_at + i, p_kept);
             store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);

@@ -35,13 +35,13 @@ def adamw_float32(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
-    p = b.elements(p_tensor)
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -50,6 +50,7 @@ def adamw_float32(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -58,7 +59,6 @@ def adamw_float32(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -80,15 +80,15 @@ def adamw_bfloat16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high + p_low).view(torch.float32)          # bf16 and 16 more bits
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
     # -- update  (specs/adamw.py)
@@ -99,6 +99,9 @@ def adamw_bfloat16(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_word = torch.where(p == p, p.view(torch.int32) + 32768, 2143322112)
+    p_low = ((p_word & 65535) - 32768).to(torch.int16)
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -107,10 +110,7 @@ def adamw_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
-    p_word = torch.where(p == p, p.view(torch.int32) + 32768, 2143322112)
-    p_low = ((p_word & 65535) - 32768).to(torch.int16)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -132,20 +132,20 @@ def adamw_float16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_wide = ((p_high & 32767) << 16) + p_low
-    p_normal = (p_wide >> 3) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 9.094947017729282e-13).view(torch.int32)
+    p_normal = (p_wide >> 3) + 939524096
     p_finite = torch.where(p_wide < 67108864, p_subnormal, p_normal)
     # f16 and 16 more bits
     p = (torch.where(p_wide < 2080374784, p_finite, 2143289344 - (p_wide == 2080374784).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
     # -- update  (specs/adamw.py)
@@ -156,6 +156,20 @@ def adamw_float16(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 1099511627776.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = p_rebiased.clamp(max=260046848) << 3
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 2113929216) + 32768
+    p_low = p_word & 65535
+    p_kept = (p_low - 32768).to(torch.int16)
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -164,21 +178,7 @@ def adamw_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = p_rebiased.clamp(max=260046848) << 3
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 1099511627776.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 2113929216) + 32768
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 65535
-    p_kept = (p_low - 32768).to(torch.int16)
     b.store(p_tensor, (p_sign | p_word >> 16).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -200,15 +200,15 @@ def adamw_float32_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
-    p = b.elements(p_tensor)
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -220,6 +220,7 @@ def adamw_float32_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -228,7 +229,6 @@ def adamw_float32_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
@@ -253,19 +253,19 @@ def adamw_bfloat16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high + p_low).view(torch.float32)                  # bf16 and 16 more bits
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -277,6 +277,9 @@ def adamw_bfloat16_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_word = torch.where(p == p, p.view(torch.int32) + 32768, 2143322112)
+    p_low = ((p_word & 65535) - 32768).to(torch.int16)
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -285,12 +288,9 @@ def adamw_bfloat16_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_word = torch.where(p == p, p.view(torch.int32) + 32768, 2143322112)
-    p_low = ((p_word & 65535) - 32768).to(torch.int16)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -313,24 +313,24 @@ def adamw_float16_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_wide = ((p_high & 32767) << 16) + p_low
-    p_normal = (p_wide >> 3) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 9.094947017729282e-13).view(torch.int32)
+    p_normal = (p_wide >> 3) + 939524096
     p_finite = torch.where(p_wide < 67108864, p_subnormal, p_normal)
     # f16 and 16 more bits
     p = (torch.where(p_wide < 2080374784, p_finite, 2143289344 - (p_wide == 2080374784).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
-    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
+    exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -342,6 +342,20 @@ def adamw_float16_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 1099511627776.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = p_rebiased.clamp(max=260046848) << 3
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 2113929216) + 32768
+    p_low = p_word & 65535
+    p_kept = (p_low - 32768).to(torch.int16)
+    exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -350,23 +364,9 @@ def adamw_float16_amsgrad(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.view(torch.int32)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = p_rebiased.clamp(max=260046848) << 3
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 1099511627776.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 2113929216) + 32768
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 65535
-    p_kept = (p_low - 32768).to(torch.int16)
     b.store(p_tensor, (p_sign | p_word >> 16).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -377,11 +377,11 @@ def adamw_float16_amsgrad(
 def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)  # bf16, stochastic
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg),
@@ -392,9 +392,9 @@ def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
 def adamw_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -409,10 +409,10 @@ def adamw_float32_encode(values):
 def adamw_bfloat16_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high + p_low).view(torch.float32)          # bf16 and 16 more bits
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
@@ -428,15 +428,15 @@ def adamw_bfloat16_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_s
 def adamw_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32768, 2143322112)
+    p_low = ((p_word & 65535) - 32768).to(torch.int16)
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32768, 2143322112)
-    p_low = ((p_word & 65535) - 32768).to(torch.int16)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -448,13 +448,13 @@ def adamw_bfloat16_encode(values):
 def adamw_float16_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_wide = ((p_high & 32767) << 16) + p_low
-    p_normal = (p_wide >> 3) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 9.094947017729282e-13).view(torch.int32)
+    p_normal = (p_wide >> 3) + 939524096
     p_finite = torch.where(p_wide < 67108864, p_subnormal, p_normal)
     # f16 and 16 more bits
     p = (torch.where(p_wide < 2080374784, p_finite, 2143289344 - (p_wide == 2080374784).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -472,26 +472,26 @@ def adamw_float16_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sq
 def adamw_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 1099511627776.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = p_rebiased.clamp(max=260046848) << 3
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 2113929216) + 32768
+    p_low = p_word & 65535
+    p_kept = (p_low - 32768).to(torch.int16)
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = p_rebiased.clamp(max=260046848) << 3
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 1099511627776.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 2113929216) + 32768
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 65535
-    p_kept = (p_low - 32768).to(torch.int16)
     return {
         "p": b.flat((p_sign | p_word >> 16).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -503,13 +503,13 @@ def adamw_float16_encode(values):
 def adamw_float32_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, max_exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
+    p = b.elements(p_tensor)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
     exp_avg_sq = exp_avg_sq_stored.to(torch.float32)          # bf16, stochastic
     max_exp_avg_sq_stored = b.elements(max_exp_avg_sq_tensor)
     max_exp_avg_sq = max_exp_avg_sq_stored.to(torch.float32)  # bf16
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg),
@@ -521,10 +521,10 @@ def adamw_float32_amsgrad_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor, ma
 def adamw_float32_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -544,10 +544,10 @@ def adamw_bfloat16_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high + p_low).view(torch.float32)                  # bf16 and 16 more bits
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
@@ -566,18 +566,18 @@ def adamw_bfloat16_amsgrad_decode(
 def adamw_bfloat16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32768, 2143322112)
+    p_low = ((p_word & 65535) - 32768).to(torch.int16)
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     max_exp_avg_sq_x_bits = in_max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32768, 2143322112)
-    p_low = ((p_word & 65535) - 32768).to(torch.int16)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -592,13 +592,13 @@ def adamw_float16_amsgrad_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_wide = ((p_high & 32767) << 16) + p_low
-    p_normal = (p_wide >> 3) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 9.094947017729282e-13).view(torch.int32)
+    p_normal = (p_wide >> 3) + 939524096
     p_finite = torch.where(p_wide < 67108864, p_subnormal, p_normal)
     # f16 and 16 more bits
     p = (torch.where(p_wide < 2080374784, p_finite, 2143289344 - (p_wide == 2080374784).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -619,29 +619,29 @@ def adamw_float16_amsgrad_decode(
 def adamw_float16_amsgrad_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 1099511627776.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = p_rebiased.clamp(max=260046848) << 3
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 2113929216) + 32768
+    p_low = p_word & 65535
+    p_kept = (p_low - 32768).to(torch.int16)
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     max_exp_avg_sq_x_bits = in_max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = p_rebiased.clamp(max=260046848) << 3
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 1099511627776.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 2113929216) + 32768
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 65535
-    p_kept = (p_low - 32768).to(torch.int16)
     return {
         "p": b.flat((p_sign | p_word >> 16).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),

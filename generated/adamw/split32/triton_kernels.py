@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -30,21 +30,23 @@ def adamw_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)        # bf16, stochastic
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)  # bf16, stochastic
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -53,10 +55,8 @@ def adamw_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
-    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -77,7 +77,9 @@ def adamw_float32(
     exp_avg_sq_ptr = pointer(row + 3, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -86,6 +88,7 @@ def adamw_float32(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float32_tile(
@@ -102,15 +105,15 @@ def adamw_float32(
             beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
             scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, before + start + at,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
+                before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -121,26 +124,31 @@ def adamw_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = widened(p_stored).to(tl.int32, bitcast=True)
-    p = (p_high + p_low).to(tl.float32, bitcast=True)  # bf16 and 16 more bits
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                  # bf16, stochastic
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)            # bf16, stochastic
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = widened(p_stored).to(tl.int32, bitcast=True)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p = (p_high + p_low).to(tl.float32, bitcast=True)  # bf16 and 16 more bits
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32768
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = ((p_word & 65535) + -32768).to(tl.int16)
+    put(weight_low_ptr, at, p_low, live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -149,13 +157,8 @@ def adamw_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
-    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32768
-    p_low = ((p_word & 65535) + -32768).to(tl.int16)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -177,7 +180,9 @@ def adamw_bfloat16(
     exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -187,6 +192,7 @@ def adamw_bfloat16(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_bfloat16_tile(
@@ -203,15 +209,15 @@ def adamw_bfloat16(
             at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
             scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-            live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -222,31 +228,47 @@ def adamw_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_wide = ((p_high & 32767) << 16) + p_low
-    p_normal = (p_wide >> 3) + 939524096
-    p_subnormal = (9.094947017729282e-13 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 67108864, p_subnormal, p_normal)
-    # f16 and 16 more bits
-    p = (tl.where(p_wide < 2080374784, p_finite, 2143289344 - (p_wide == 2080374784).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)        # bf16, stochastic
     exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = widened(exp_avg_sq_stored)  # bf16, stochastic
-    g_stored = get(g_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_wide = ((p_high & 32767) << 16) + p_low
+    p_subnormal = (9.094947017729282e-13 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide >> 3) + 939524096
+    p_finite = tl.where(p_wide < 67108864, p_subnormal, p_normal)
+    # f16 and 16 more bits
+    p = (tl.where(p_wide < 2080374784, p_finite, 2143289344 - (p_wide == 2080374784).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 1099511627776.0 * g_bitcast
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased, 260046848) << 3
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 2113929216) + 32768
+    put(p_ptr, at, (p_sign | p_word >> 16).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_low = p_word & 65535
+    p_kept = (p_low + -32768).to(tl.int16)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -255,24 +277,8 @@ def adamw_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
-    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased, 260046848) << 3
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 1099511627776.0 * g_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 2113929216) + 32768
-    p_sign = g_bitcast >> 16 & 32768
-    p_low = p_word & 65535
-    p_kept = (p_low + -32768).to(tl.int16)
-    put(p_ptr, at, (p_sign | p_word >> 16).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -294,7 +300,9 @@ def adamw_float16(
     exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)           # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -304,6 +312,7 @@ def adamw_float16(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float16_tile(
@@ -320,15 +329,15 @@ def adamw_float16(
             at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
             scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-            live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -339,25 +348,27 @@ def adamw_float32_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                # bf16, stochastic
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                                 # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -366,13 +377,11 @@ def adamw_float32_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -394,7 +403,9 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -404,6 +415,7 @@ def adamw_float32_amsgrad(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float32_amsgrad_tile(
@@ -420,15 +432,15 @@ def adamw_float32_amsgrad(
             at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float32_amsgrad_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float32_amsgrad_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
+                few, live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -439,20 +451,19 @@ def adamw_bfloat16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = widened(p_stored).to(tl.int32, bitcast=True)
-    p = (p_high + p_low).to(tl.float32, bitcast=True)  # bf16 and 16 more bits
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
     exp_avg = widened(exp_avg_stored)                  # bf16, stochastic
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)            # bf16, stochastic
     max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq = widened(max_exp_avg_sq_stored)    # bf16
-    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)            # bf16, stochastic
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = widened(p_stored).to(tl.int32, bitcast=True)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p = (p_high + p_low).to(tl.float32, bitcast=True)  # bf16 and 16 more bits
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
@@ -460,9 +471,15 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32768
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = ((p_word & 65535) + -32768).to(tl.int16)
+    put(weight_low_ptr, at, p_low, live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -471,16 +488,11 @@ def adamw_bfloat16_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32768
-    p_low = ((p_word & 65535) + -32768).to(tl.int16)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -503,7 +515,9 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -514,6 +528,7 @@ def adamw_bfloat16_amsgrad(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_bfloat16_amsgrad_tile(
@@ -531,15 +546,16 @@ def adamw_bfloat16_amsgrad(
             max_exp_avg_sq_ptr + start, at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_bfloat16_amsgrad_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_bfloat16_amsgrad_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                max_exp_avg_sq_ptr + start, few, live, before + start + few, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -550,25 +566,24 @@ def adamw_float16_amsgrad_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg = widened(exp_avg_stored)                # bf16, stochastic
+    max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
+    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_wide = ((p_high & 32767) << 16) + p_low
-    p_normal = (p_wide >> 3) + 939524096
     p_subnormal = (9.094947017729282e-13 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide >> 3) + 939524096
     p_finite = tl.where(p_wide < 67108864, p_subnormal, p_normal)
     # f16 and 16 more bits
     p = (tl.where(p_wide < 2080374784, p_finite, 2143289344 - (p_wide == 2080374784).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    exp_avg_stored = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg = widened(exp_avg_stored)                # bf16, stochastic
-    exp_avg_sq_stored = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq = widened(exp_avg_sq_stored)          # bf16, stochastic
-    max_exp_avg_sq_stored = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq = widened(max_exp_avg_sq_stored)  # bf16
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
-    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
@@ -576,9 +591,26 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 1099511627776.0 * g_bitcast
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased, 260046848) << 3
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 2113929216) + 32768
+    put(p_ptr, at, (p_sign | p_word >> 16).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_low = p_word & 65535
+    p_kept = (p_low + -32768).to(tl.int16)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
+    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -587,27 +619,11 @@ def adamw_float16_amsgrad_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased, 260046848) << 3
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 1099511627776.0 * g_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 2113929216) + 32768
-    p_sign = g_bitcast >> 16 & 32768
-    p_low = p_word & 65535
-    p_kept = (p_low + -32768).to(tl.int16)
-    put(p_ptr, at, (p_sign | p_word >> 16).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + (noise.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + (noise & 65535) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
@@ -630,7 +646,9 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)       # bfloat16 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -641,6 +659,7 @@ def adamw_float16_amsgrad(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float16_amsgrad_tile(
@@ -658,15 +677,16 @@ def adamw_float16_amsgrad(
             max_exp_avg_sq_ptr + start, at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adamw_float16_amsgrad_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, live, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adamw_float16_amsgrad_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                max_exp_avg_sq_ptr + start, few, live, before + start + few, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -41,18 +41,18 @@ def adan_float32(
         one_plus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    exp_avg = b.elements(exp_avg_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    prev_grad = b.elements(prev_grad_tensor)
-    exp_avg = b.elements(exp_avg_tensor)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    p = b.elements(p_tensor)
     # -- update  (specs/adan.py)
-    # 25  change = where(t > 1, g - prev_grad, 0.0)
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    # 25  change = where(t > 1, g - prev_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                               # 28  ahead = g + beta2 * change
@@ -88,19 +88,19 @@ def adan_bfloat16(
         one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    prev_grad = b.elements(prev_grad_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adan.py)
-    # 25  change = where(t > 1, g - prev_grad, 0.0)
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    # 25  change = where(t > 1, g - prev_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                               # 28  ahead = g + beta2 * change
@@ -138,19 +138,19 @@ def adan_float16(
         one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    prev_grad = b.elements(prev_grad_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adan.py)
-    # 25  change = where(t > 1, g - prev_grad, 0.0)
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    # 25  change = where(t > 1, g - prev_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                               # 28  ahead = g + beta2 * change

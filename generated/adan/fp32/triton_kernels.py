@@ -36,31 +36,31 @@ def adan_float32_tile(
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g_2 = grad_scale * g
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g_2 - prev_grad, 0.0)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff_2 = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     ahead = tl.fma(beta2, change, g_2)                                       # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(minus(tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_diff_ptr, at, exp_avg_diff_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(prev_grad_ptr, at, g_2, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
 
 
 @triton.jit
@@ -84,7 +84,9 @@ def adan_float32(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 6)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -114,17 +116,17 @@ def adan_float32(
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
             one_over_one_plus_lr_times_weight_decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adan_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adan_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
+                prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, True,
+            )
 
 
 @triton.jit
@@ -138,34 +140,34 @@ def adan_bfloat16_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
-    g = grad_scale * g_cast
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
-    prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g = grad_scale * g_cast
+    prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff_2 = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
+    put(prev_grad_ptr, at, g, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_diff_ptr, at, exp_avg_diff_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(prev_grad_ptr, at, g, live, MASKED)
 
 
 @triton.jit
@@ -189,7 +191,9 @@ def adan_bfloat16(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 6)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -219,17 +223,17 @@ def adan_bfloat16(
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
             one_over_one_plus_lr_times_weight_decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adan_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adan_bfloat16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
+                prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, True,
+            )
 
 
 @triton.jit
@@ -243,32 +247,32 @@ def adan_float16_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
-    g = grad_scale * g_cast
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
-    prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g = grad_scale * g_cast
+    prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff_2 = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_diff_ptr, at, exp_avg_diff_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(prev_grad_ptr, at, g, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
 
 
 @triton.jit
@@ -292,7 +296,9 @@ def adan_float16(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 6)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -322,17 +328,17 @@ def adan_float16(
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
             one_over_one_plus_lr_times_weight_decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adan_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adan_float16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
+                prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

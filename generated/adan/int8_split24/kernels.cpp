@@ -68,8 +68,8 @@ struct adan_float32 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float prev_grad_scale_neg_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_diff_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float prev_grad_scale_mul_kept[TILE / BLOCK];
         alignas(64) int32_t prev_grad_scale_add_kept[TILE / BLOCK];
@@ -106,32 +106,32 @@ struct adan_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I prev_grad_scale = load(prev_grad_scale_at + b);
+            const I prev_grad_scale_bits = prev_grad_scale << 15;
+            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
+            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
             const I exp_avg_diff_scale = load(exp_avg_diff_scale_at + b);
             const I exp_avg_diff_scale_bits = exp_avg_diff_scale << 15;
             const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 2147483647;
             const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 2139095040, I(2139095039), exp_avg_diff_scale_bits_2));
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I prev_grad_scale = load(prev_grad_scale_at + b);
-            const I prev_grad_scale_bits = prev_grad_scale << 15;
-            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
-            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
             const F prev_grad_scale_neg = -prev_grad_scale_2;
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale_2;
+            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(prev_grad_scale_neg_kept + b, prev_grad_scale_neg);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_diff_scale_mul_kept + b, exp_avg_diff_scale_mul);
+            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/adan.py)
@@ -140,8 +140,8 @@ struct adan_float32 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F prev_grad_scale_neg(prev_grad_scale_neg_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_diff_scale_mul(exp_avg_diff_scale_mul_kept[b]);
+            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_diff_top(INT32_MIN);
             I largest_of_block_3(INT32_MIN);
@@ -152,28 +152,28 @@ struct adan_float32 {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const F g = Grad::load(g_at + i);
-                const F g_2 = grad_scale * g;
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_diff_code = load(exp_avg_diff_at + i);
-                const F exp_avg_diff_code_2 = as_float(exp_avg_diff_code | 1258291200) - 8388736.0f;
-                const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I prev_grad_code = load(prev_grad_at + i);
                 const F prev_grad_code_2 = as_float(prev_grad_code | 1258291200) - 8388736.0f;
                 const F prev_grad_bend = abs(prev_grad_code_2);
+                const F g = Grad::load(g_at + i);
+                const F g_2 = grad_scale * g;
+                const I exp_avg_diff_code = load(exp_avg_diff_at + i);
+                const F exp_avg_diff_code_2 = as_float(exp_avg_diff_code | 1258291200) - 8388736.0f;
+                const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
+                const I exp_avg_code = load(exp_avg_at + i);
+                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
                 // 25  change = where(t > 1, g - prev_grad, 0.0)
                 const F change = where(0.0f < where_lt_one_t_one_zero, fma(prev_grad_scale_neg, prev_grad_code_2 / (254.0f - prev_grad_bend), g_2), F(0.0f));
-                // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
                 const F exp_avg_diff = fma(one_minus_beta2, change, exp_avg_diff_scale_mul * (exp_avg_diff_code_2 * reciprocal_of_normal(254.0f - exp_avg_diff_bend)));
+                // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 const F ahead = fma(beta2, change, g_2);                      // 28  ahead = g + beta2 * change
                 // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
@@ -181,13 +181,13 @@ struct adan_float32 {
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
                 const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
+                const F g_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 const I noise = word_xor_2 ^ rotl(word, word_add);            // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);        // 32 random bits: hash(element, tensor, step)
-                const F g_abs = abs(exp_avg);
                 const F prev_grad_scale_abs = abs(exp_avg_diff);
                 const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
+                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);        // 32 random bits: hash(element, tensor, step)
                 const F g_abs_2 = abs(g_2);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
@@ -228,13 +228,13 @@ struct adan_float32 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I prev_grad_up = max(prev_grad_top, I(75497472)) + 32767;
             const I prev_grad_up_2 = where(prev_grad_top < 2139095040, prev_grad_up, I(2143289344));
@@ -317,24 +317,24 @@ struct adan_float32_small {
         // -- elements: decode, update  (specs/adan.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F g_2 = grad_scale * g;
             const F prev_grad = load(prev_grad_at + i);
-            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_diff = load(exp_avg_diff_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g_2 - prev_grad, F(0.0f));
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
             const F ahead = fma(beta2, change, g_2);                      // 28  ahead = g + beta2 * change
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
             const F p_2 = fma(-(fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
+            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_diff_at + i, exp_avg_diff_2);
@@ -390,8 +390,8 @@ struct adan_bfloat16 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float prev_grad_scale_neg_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_diff_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float prev_grad_scale_mul_kept[TILE / BLOCK];
         alignas(64) int32_t prev_grad_scale_add_kept[TILE / BLOCK];
@@ -408,13 +408,13 @@ struct adan_bfloat16 {
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
             const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key;
-            const I word_mul = word_xor * 2146121005;
+            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
@@ -428,32 +428,32 @@ struct adan_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I prev_grad_scale = load(prev_grad_scale_at + b);
+            const I prev_grad_scale_bits = prev_grad_scale << 15;
+            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
+            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
             const I exp_avg_diff_scale = load(exp_avg_diff_scale_at + b);
             const I exp_avg_diff_scale_bits = exp_avg_diff_scale << 15;
             const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 2147483647;
             const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 2139095040, I(2139095039), exp_avg_diff_scale_bits_2));
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I prev_grad_scale = load(prev_grad_scale_at + b);
-            const I prev_grad_scale_bits = prev_grad_scale << 15;
-            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
-            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
             const F prev_grad_scale_neg = -prev_grad_scale_2;
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale_2;
+            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(prev_grad_scale_neg_kept + b, prev_grad_scale_neg);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_diff_scale_mul_kept + b, exp_avg_diff_scale_mul);
+            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/adan.py)
@@ -462,8 +462,8 @@ struct adan_bfloat16 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F prev_grad_scale_neg(prev_grad_scale_neg_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_diff_scale_mul(exp_avg_diff_scale_mul_kept[b]);
+            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_diff_top(INT32_MIN);
             I largest_of_block_3(INT32_MIN);
@@ -474,33 +474,33 @@ struct adan_bfloat16 {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g_cast = g_stored;
-                const F g = grad_scale * g_cast;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_diff_code = load(exp_avg_diff_at + i);
-                const F exp_avg_diff_code_2 = as_float(exp_avg_diff_code | 1258291200) - 8388736.0f;
-                const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I prev_grad_code = load(prev_grad_at + i);
                 const F prev_grad_code_2 = as_float(prev_grad_code | 1258291200) - 8388736.0f;
                 const F prev_grad_bend = abs(prev_grad_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g_cast = g_stored;
+                const F g = grad_scale * g_cast;
+                const I exp_avg_diff_code = load(exp_avg_diff_at + i);
+                const F exp_avg_diff_code_2 = as_float(exp_avg_diff_code | 1258291200) - 8388736.0f;
+                const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
+                const I exp_avg_code = load(exp_avg_at + i);
+                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
                 // 25  change = where(t > 1, g - prev_grad, 0.0)
                 const F change = where(0.0f < where_lt_one_t_one_zero, fma(prev_grad_scale_neg, prev_grad_code_2 / (254.0f - prev_grad_bend), g), F(0.0f));
-                // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
                 const F exp_avg_diff = fma(one_minus_beta2, change, exp_avg_diff_scale_mul * (exp_avg_diff_code_2 / (254.0f - exp_avg_diff_bend)));
+                // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
                 // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
@@ -510,14 +510,14 @@ struct adan_bfloat16 {
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise = word_xor_2 ^ rotl(word, word_add);            // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);        // 32 random bits: hash(element, tensor, step)
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);          // 32 random bits: hash(element, tensor, step)
+                const I p_word = min(bits(p_3), I(2143289344)) + ((noise_2 & 255) + 32768);
+                const I p_low_2 = p_word >> 8;
                 const F g_abs = abs(exp_avg);
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);          // 32 random bits: hash(element, tensor, step)
                 const F prev_grad_scale_abs = abs(exp_avg_diff);
                 const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
                 const F g_abs_2 = abs(g);
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise_2 & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
                 take_larger(largest_of_block_3, exp_avg_sq_pattern, i, end);
@@ -558,13 +558,13 @@ struct adan_bfloat16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I prev_grad_up = max(prev_grad_top, I(75497472)) + 32767;
             const I prev_grad_up_2 = where(prev_grad_top < 2139095040, prev_grad_up, I(2143289344));
@@ -665,28 +665,28 @@ struct adan_bfloat16_small {
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            const F g = grad_scale * g_cast;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
-            const F prev_grad = load(prev_grad_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g = grad_scale * g_cast;
+            const F prev_grad = load(prev_grad_at + i);
             const F exp_avg_diff = load(exp_avg_diff_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g - prev_grad, F(0.0f));
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
             const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
             const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
+            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -748,8 +748,8 @@ struct adan_float16 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float prev_grad_scale_neg_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_diff_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float prev_grad_scale_mul_kept[TILE / BLOCK];
         alignas(64) int32_t prev_grad_scale_add_kept[TILE / BLOCK];
@@ -766,13 +766,13 @@ struct adan_float16 {
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
             const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key;
-            const I word_mul = word_xor * 2146121005;
+            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
@@ -786,32 +786,32 @@ struct adan_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I prev_grad_scale = load(prev_grad_scale_at + b);
+            const I prev_grad_scale_bits = prev_grad_scale << 15;
+            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
+            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
             const I exp_avg_diff_scale = load(exp_avg_diff_scale_at + b);
             const I exp_avg_diff_scale_bits = exp_avg_diff_scale << 15;
             const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 2147483647;
             const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 2139095040, I(2139095039), exp_avg_diff_scale_bits_2));
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I prev_grad_scale = load(prev_grad_scale_at + b);
-            const I prev_grad_scale_bits = prev_grad_scale << 15;
-            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
-            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
             const F prev_grad_scale_neg = -prev_grad_scale_2;
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale_2;
+            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(prev_grad_scale_neg_kept + b, prev_grad_scale_neg);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_diff_scale_mul_kept + b, exp_avg_diff_scale_mul);
+            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/adan.py)
@@ -820,8 +820,8 @@ struct adan_float16 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F prev_grad_scale_neg(prev_grad_scale_neg_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_diff_scale_mul(exp_avg_diff_scale_mul_kept[b]);
+            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_diff_top(INT32_MIN);
             I largest_of_block_3(INT32_MIN);
@@ -832,39 +832,39 @@ struct adan_float16 {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g_cast = g_stored;
-                const F g = grad_scale * g_cast;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_diff_code = load(exp_avg_diff_at + i);
-                const F exp_avg_diff_code_2 = as_float(exp_avg_diff_code | 1258291200) - 8388736.0f;
-                const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const I prev_grad_code = load(prev_grad_at + i);
                 const F prev_grad_code_2 = as_float(prev_grad_code | 1258291200) - 8388736.0f;
                 const F prev_grad_bend = abs(prev_grad_code_2);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g_cast = g_stored;
+                const F g = grad_scale * g_cast;
+                const I exp_avg_diff_code = load(exp_avg_diff_at + i);
+                const F exp_avg_diff_code_2 = as_float(exp_avg_diff_code | 1258291200) - 8388736.0f;
+                const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
+                const I exp_avg_code = load(exp_avg_at + i);
+                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 // 25  change = where(t > 1, g - prev_grad, 0.0)
                 const F change = where(0.0f < where_lt_one_t_one_zero, fma(prev_grad_scale_neg, prev_grad_code_2 / (254.0f - prev_grad_bend), g), F(0.0f));
-                // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
                 const F exp_avg_diff = fma(one_minus_beta2, change, exp_avg_diff_scale_mul * (exp_avg_diff_code_2 / (254.0f - exp_avg_diff_bend)));
+                // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
                 // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
@@ -872,27 +872,27 @@ struct adan_float16 {
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
                 const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
+                const I prev_grad_scale_bitcast = bits(p_3);
+                const I p_sign = prev_grad_scale_bitcast >> 16 & 32768;
+                const I p_magnitude = prev_grad_scale_bitcast & 2147483647;
+                const F prev_grad_scale_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * prev_grad_scale_bitcast_2;
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise = word_xor_2 ^ rotl(word, word_add);            // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);        // 32 random bits: hash(element, tensor, step)
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);          // 32 random bits: hash(element, tensor, step)
+                const I word_and_2 = noise_2 & 255;
+                const F p_whole = floor(p_steps);
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_wide_2 = where(prev_grad_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_kept = p_word;
                 const F g_abs = abs(exp_avg);
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);          // 32 random bits: hash(element, tensor, step)
                 const F prev_grad_scale_abs = abs(exp_avg_diff);
                 const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
                 const F g_abs_2 = abs(g);
-                const I prev_grad_scale_bitcast = bits(p_3);
-                const I p_magnitude = prev_grad_scale_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
-                const I word_and_2 = noise_2 & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F prev_grad_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * prev_grad_scale_bitcast_2;
-                const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_wide_2 = where(prev_grad_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_sign = prev_grad_scale_bitcast >> 16 & 32768;
-                const I p_kept = p_word;
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
                 take_larger(largest_of_block_3, exp_avg_sq_pattern, i, end);
@@ -933,13 +933,13 @@ struct adan_float16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I prev_grad_up = max(prev_grad_top, I(75497472)) + 32767;
             const I prev_grad_up_2 = where(prev_grad_top < 2139095040, prev_grad_up, I(2143289344));
@@ -1040,49 +1040,49 @@ struct adan_float16_small {
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
+            const F exp_avg = load(exp_avg_at + i);
             const F g = grad_scale * g_cast;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F prev_grad = load(prev_grad_at + i);
+            const F exp_avg_diff = load(exp_avg_diff_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F prev_grad = load(prev_grad_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_diff = load(exp_avg_diff_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g - prev_grad, F(0.0f));
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
             const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
             const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
+            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
+            const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
+            const I p_magnitude = g_bitcast & 2147483647;
+            const F g_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * g_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I g_bitcast = bits(p_3);
-            const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -41,8 +41,7 @@ def adan_float32(
         one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -52,6 +51,8 @@ def adan_float32(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_diff_scale = b.per_block(exp_avg_diff_scale_tensor)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
@@ -61,14 +62,6 @@ def adan_float32(
     exp_avg_diff_code = exp_avg_diff_code - 128.0
     exp_avg_diff_bend = exp_avg_diff_code.abs()
     exp_avg_diff_value = exp_avg_diff_scale * (exp_avg_diff_code / (254.0 - exp_avg_diff_bend))
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -78,14 +71,21 @@ def adan_float32(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p = b.elements(p_tensor)
     # -- update  (specs/adan.py)
-    # 25  change = where(t > 1, g - prev_grad, 0.0)
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad_value, 0.0)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g
+    # 25  change = where(t > 1, g - prev_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad_value, 0.0)
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff_value + one_minus_beta2 * change
     ahead = g + beta2 * change                                            # 28  ahead = g + beta2 * change
@@ -98,6 +98,14 @@ def adan_float32(
     p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = p / one_plus_lr_times_weight_decay                                # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
+    exp_avg_scale_abs = exp_avg.abs()
+    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
+    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
     word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -108,21 +116,6 @@ def adan_float32(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    exp_avg_scale_abs = exp_avg.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
-    exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_diff_scale_abs = exp_avg_diff.abs()
     exp_avg_diff_top = block_max(exp_avg_diff_scale_abs.view(torch.int32), b.live)
     exp_avg_diff_up = exp_avg_diff_top.clamp(min=75497472) + 32767
@@ -136,14 +129,21 @@ def adan_float32(
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub
     exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    # 32 random bits: hash(element, tensor, step)
+    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -182,18 +182,18 @@ def adan_float32_small(
         one_plus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    exp_avg = b.elements(exp_avg_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    prev_grad = b.elements(prev_grad_tensor)
-    exp_avg = b.elements(exp_avg_tensor)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    p = b.elements(p_tensor)
     # -- update  (specs/adan.py)
-    # 25  change = where(t > 1, g - prev_grad, 0.0)
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    # 25  change = where(t > 1, g - prev_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                               # 28  ahead = g + beta2 * change
@@ -230,12 +230,11 @@ def adan_bfloat16(
         one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -245,6 +244,8 @@ def adan_bfloat16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff_scale = b.per_block(exp_avg_diff_scale_tensor)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
@@ -254,14 +255,6 @@ def adan_bfloat16(
     exp_avg_diff_code = exp_avg_diff_code - 128.0
     exp_avg_diff_bend = exp_avg_diff_code.abs()
     exp_avg_diff_value = exp_avg_diff_scale * (exp_avg_diff_code / (254.0 - exp_avg_diff_bend))
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -271,14 +264,21 @@ def adan_bfloat16(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adan.py)
-    # 25  change = where(t > 1, g - prev_grad, 0.0)
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad_value, 0.0)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g
+    # 25  change = where(t > 1, g - prev_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad_value, 0.0)
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff_value + one_minus_beta2 * change
     ahead = g + beta2 * change                                            # 28  ahead = g + beta2 * change
@@ -292,7 +292,7 @@ def adan_bfloat16(
     p = p / one_plus_lr_times_weight_decay                                # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
@@ -300,14 +300,9 @@ def adan_bfloat16(
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise_2 & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -316,6 +311,12 @@ def adan_bfloat16(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    word_mul = word_xor * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)  # 32 random bits: hash(element, tensor, step)
     exp_avg_diff_scale_abs = exp_avg_diff.abs()
     exp_avg_diff_top = block_max(exp_avg_diff_scale_abs.view(torch.int32), b.live)
     exp_avg_diff_up = exp_avg_diff_top.clamp(min=75497472) + 32767
@@ -329,14 +330,14 @@ def adan_bfloat16(
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub
     exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -347,8 +348,6 @@ def adan_bfloat16(
     prev_grad_divisor = (prev_grad_up & 2147450880).clamp(max=2139095039)
     g_mul = prev_grad_divisor.view(torch.float32) * 0.003937007874015748
     prev_grad_exact = g / (g_mul + g_abs * 0.003937007874015748)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise_2 & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -378,22 +377,22 @@ def adan_bfloat16_small(
         one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    prev_grad = b.elements(prev_grad_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adan.py)
-    # 25  change = where(t > 1, g - prev_grad, 0.0)
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    # 25  change = where(t > 1, g - prev_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                               # 28  ahead = g + beta2 * change
@@ -441,17 +440,17 @@ def adan_float16(
         one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -461,6 +460,8 @@ def adan_float16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff_scale = b.per_block(exp_avg_diff_scale_tensor)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
@@ -470,14 +471,6 @@ def adan_float16(
     exp_avg_diff_code = exp_avg_diff_code - 128.0
     exp_avg_diff_bend = exp_avg_diff_code.abs()
     exp_avg_diff_value = exp_avg_diff_scale * (exp_avg_diff_code / (254.0 - exp_avg_diff_bend))
-    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
-    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
-    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
-    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -487,15 +480,21 @@ def adan_float16(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
+    exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
+    exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
+    exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adan.py)
-    # 25  change = where(t > 1, g - prev_grad, 0.0)
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad_value, 0.0)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g
+    # 25  change = where(t > 1, g - prev_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad_value, 0.0)
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff_value + one_minus_beta2 * change
     ahead = g + beta2 * change                                            # 28  ahead = g + beta2 * change
@@ -508,8 +507,14 @@ def adan_float16(
     p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = p / one_plus_lr_times_weight_decay                                # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
@@ -517,14 +522,15 @@ def adan_float16(
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    word_and = noise_2 & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -533,6 +539,12 @@ def adan_float16(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    word_mul = word_xor * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)  # 32 random bits: hash(element, tensor, step)
     exp_avg_diff_scale_abs = exp_avg_diff.abs()
     exp_avg_diff_top = block_max(exp_avg_diff_scale_abs.view(torch.int32), b.live)
     exp_avg_diff_up = exp_avg_diff_top.clamp(min=75497472) + 32767
@@ -546,14 +558,14 @@ def adan_float16(
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub
     exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = (noise_2 >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -564,20 +576,6 @@ def adan_float16(
     prev_grad_divisor = (prev_grad_up & 2147450880).clamp(max=2139095039)
     g_mul = prev_grad_divisor.view(torch.float32) * 0.003937007874015748
     prev_grad_exact = g / (g_mul + g_abs * 0.003937007874015748)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise_2 & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -607,28 +605,28 @@ def adan_float16_small(
         one_plus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    prev_grad = b.elements(prev_grad_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
+    prev_grad = b.elements(prev_grad_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adan.py)
-    # 25  change = where(t > 1, g - prev_grad, 0.0)
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    # 25  change = where(t > 1, g - prev_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
     ahead = g + beta2 * change                                               # 28  ahead = g + beta2 * change
@@ -640,6 +638,12 @@ def adan_float16_small(
     p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = p / one_plus_lr_times_weight_decay                                   # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -648,18 +652,12 @@ def adan_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -676,6 +674,7 @@ def adan_float32_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -702,6 +701,8 @@ def adan_float32_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -711,9 +712,6 @@ def adan_float32_decode(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -726,11 +724,11 @@ def adan_float32_decode(
 def adan_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_diff = b.elements(values["exp_avg_diff"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_prev_grad = b.elements(values["prev_grad"])
-    in_p = b.elements(values["p"])
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -750,10 +748,10 @@ def adan_float32_encode(values):
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -818,10 +816,11 @@ def adan_bfloat16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -848,6 +847,8 @@ def adan_bfloat16_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -857,9 +858,6 @@ def adan_bfloat16_decode(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -872,11 +870,13 @@ def adan_bfloat16_decode(
 def adan_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_diff = b.elements(values["exp_avg_diff"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_prev_grad = b.elements(values["prev_grad"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -896,10 +896,10 @@ def adan_bfloat16_encode(values):
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -910,8 +910,6 @@ def adan_bfloat16_encode(values):
     prev_grad_divisor = (prev_grad_up & 2147450880).clamp(max=2139095039)
     in_prev_grad_mul = prev_grad_divisor.view(torch.float32) * 0.003937007874015748
     prev_grad_exact = in_prev_grad / (in_prev_grad_mul + in_prev_grad_abs * 0.003937007874015748)
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -931,10 +929,10 @@ def adan_bfloat16_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_diff = b.elements(exp_avg_diff_tensor)
@@ -976,15 +974,17 @@ def adan_float16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1011,6 +1011,8 @@ def adan_float16_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     prev_grad_scale = b.per_block(prev_grad_scale_tensor)
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
@@ -1020,10 +1022,6 @@ def adan_float16_decode(
     prev_grad_code = prev_grad_code - 128.0
     prev_grad_bend = prev_grad_code.abs()
     prev_grad_value = prev_grad_scale * (prev_grad_code / (254.0 - prev_grad_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -1036,11 +1034,24 @@ def adan_float16_decode(
 def adan_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_diff = b.elements(values["exp_avg_diff"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_prev_grad = b.elements(values["prev_grad"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -1060,10 +1071,10 @@ def adan_float16_encode(values):
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -1074,19 +1085,6 @@ def adan_float16_encode(values):
     prev_grad_divisor = (prev_grad_up & 2147450880).clamp(max=2139095039)
     in_prev_grad_mul = prev_grad_divisor.view(torch.float32) * 0.003937007874015748
     prev_grad_exact = in_prev_grad / (in_prev_grad_mul + in_prev_grad_abs * 0.003937007874015748)
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1106,14 +1104,14 @@ def adan_float16_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -1139,16 +1137,16 @@ def adan_float16_small_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_prev_grad = b.elements(values["prev_grad"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

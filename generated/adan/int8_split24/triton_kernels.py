@@ -23,7 +23,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -36,15 +36,15 @@ def adan_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    prev_grad_scale = get(prev_grad_scale_ptr, at_block, live_block, MASKED)
+    prev_grad_scale_bits = prev_grad_scale.to(tl.int32) << 15
+    prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
+    prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
+    prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
+    prev_grad_code = counter(prev_grad_code) - 8388736.0
+    prev_grad_bend = tl.abs(prev_grad_code)
     g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_diff_scale = get(exp_avg_diff_scale_ptr, at_block, live_block, MASKED)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
@@ -52,6 +52,13 @@ def adan_float32_tile(
     exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
     exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -60,13 +67,6 @@ def adan_float32_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    prev_grad_scale = get(prev_grad_scale_ptr, at_block, live_block, MASKED)
-    prev_grad_scale_bits = prev_grad_scale.to(tl.int32) << 15
-    prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
-    prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
-    prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
-    prev_grad_code = counter(prev_grad_code) - 8388736.0
-    prev_grad_bend = tl.abs(prev_grad_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
@@ -74,12 +74,12 @@ def adan_float32_tile(
     prev_grad_scale_neg = minus(prev_grad_scale)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(prev_grad_scale_neg[:, None], prev_grad_code * reciprocal(254.0 - prev_grad_bend), g_2), 0.0)
-    exp_avg_scale_mul = beta1 * exp_avg_scale
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = tl.fma(one_minus_beta2, change, exp_avg_diff_scale_mul[:, None] * (exp_avg_diff_code * reciprocal(254.0 - exp_avg_diff_bend)))
+    exp_avg_scale_mul = beta1 * exp_avg_scale
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     ahead = tl.fma(beta2, change, g_2)                                       # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
@@ -88,6 +88,15 @@ def adan_float32_tile(
     p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    g_abs = tl.abs(exp_avg)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
     word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -98,6 +107,27 @@ def adan_float32_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    prev_grad_scale_abs = tl.abs(exp_avg_diff)
+    exp_avg_diff_top = block_magnitude(exp_avg_diff, live, MASKED)
+    exp_avg_diff_up = tl.maximum(exp_avg_diff_top, 75497472) + 32767
+    exp_avg_diff_up = tl.where(exp_avg_diff_top < 2139095040, exp_avg_diff_up, 2143289344)
+    put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_diff_divisor = tl.minimum(exp_avg_diff_up & 2147450880, 2139095039)
+    prev_grad_scale_mul = exp_avg_diff_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_diff_pattern = tl.fma(exp_avg_diff, reciprocal(tl.fma(0.003937007874015748, prev_grad_scale_abs, prev_grad_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    exp_avg_sq_pattern = prev_grad_scale_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -105,50 +135,20 @@ def adan_float32_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    g_abs = tl.abs(exp_avg)
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    prev_grad_scale_abs = tl.abs(exp_avg_diff)
-    exp_avg_diff_top = block_magnitude(exp_avg_diff, live, MASKED)
-    exp_avg_diff_up = tl.maximum(exp_avg_diff_top, 75497472) + 32767
-    exp_avg_diff_up = tl.where(exp_avg_diff_top < 2139095040, exp_avg_diff_up, 2143289344)
-    exp_avg_diff_divisor = tl.minimum(exp_avg_diff_up & 2147450880, 2139095039)
-    prev_grad_scale_mul = exp_avg_diff_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_diff_pattern = tl.fma(exp_avg_diff, reciprocal(tl.fma(0.003937007874015748, prev_grad_scale_abs, prev_grad_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    exp_avg_sq_pattern = prev_grad_scale_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_grad_scale_add[:, None]
-    prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], prev_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g_2)
     prev_grad_top = block_magnitude(g_2, live, MASKED)
     prev_grad_up = tl.maximum(prev_grad_top, 75497472) + 32767
     prev_grad_up = tl.where(prev_grad_top < 2139095040, prev_grad_up, 2143289344)
+    put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
     prev_grad_divisor = tl.minimum(prev_grad_up & 2147450880, 2139095039)
     g_mul = prev_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     put(prev_grad_ptr, at, tl.fma(g_2, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -178,14 +178,16 @@ def adan_float32(
     columns = tl.load(row + 11)
     stream_key = tl.load(row + 12).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -200,6 +202,9 @@ def adan_float32(
                 stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -214,6 +219,7 @@ def adan_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adan_float32_tile(
@@ -237,19 +243,21 @@ def adan_float32(
                 one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adan_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start, prev_grad_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, beta1, beta2, beta3, grad_scale,
-                where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
-                diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adan_float32_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_diff_ptr + start,
+                    exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
+                    prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -262,31 +270,31 @@ def adan_float32_small_tile(
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g_2 = grad_scale * g
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g_2 - prev_grad, 0.0)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff_2 = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     ahead = tl.fma(beta2, change, g_2)                                       # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(minus(tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_diff_ptr, at, exp_avg_diff_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(prev_grad_ptr, at, g_2, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
 
 
 @triton.jit
@@ -310,7 +318,9 @@ def adan_float32_small(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 6)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -340,17 +350,17 @@ def adan_float32_small(
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
             one_over_one_plus_lr_times_weight_decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adan_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adan_float32_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
+                prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, True,
+            )
 
 
 @triton.jit
@@ -363,18 +373,16 @@ def adan_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
+    prev_grad_scale = get(prev_grad_scale_ptr, at_block, live_block, MASKED)
+    prev_grad_scale_bits = prev_grad_scale.to(tl.int32) << 15
+    prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
+    prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
+    prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
+    prev_grad_code = counter(prev_grad_code) - 8388736.0
+    prev_grad_bend = tl.abs(prev_grad_code)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
     g = grad_scale * g_cast
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_diff_scale = get(exp_avg_diff_scale_ptr, at_block, live_block, MASKED)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
@@ -382,6 +390,13 @@ def adan_bfloat16_tile(
     exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
     exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -390,27 +405,22 @@ def adan_bfloat16_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    prev_grad_scale = get(prev_grad_scale_ptr, at_block, live_block, MASKED)
-    prev_grad_scale_bits = prev_grad_scale.to(tl.int32) << 15
-    prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
-    prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
-    prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
-    prev_grad_code = counter(prev_grad_code) - 8388736.0
-    prev_grad_bend = tl.abs(prev_grad_code)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adan.py)
     prev_grad_scale_neg = minus(prev_grad_scale)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(prev_grad_scale_neg[:, None], prev_grad_code * reciprocal(254.0 - prev_grad_bend), g), 0.0)
-    exp_avg_scale_mul = beta1 * exp_avg_scale
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = tl.fma(one_minus_beta2, change, exp_avg_diff_scale_mul[:, None] * (exp_avg_diff_code * reciprocal(254.0 - exp_avg_diff_bend)))
+    exp_avg_scale_mul = beta1 * exp_avg_scale
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
@@ -420,7 +430,7 @@ def adan_bfloat16_tile(
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
@@ -428,61 +438,61 @@ def adan_bfloat16_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
+    g_abs = tl.abs(exp_avg)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    g_abs = tl.abs(exp_avg)
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     prev_grad_scale_abs = tl.abs(exp_avg_diff)
     exp_avg_diff_top = block_magnitude(exp_avg_diff, live, MASKED)
     exp_avg_diff_up = tl.maximum(exp_avg_diff_top, 75497472) + 32767
     exp_avg_diff_up = tl.where(exp_avg_diff_top < 2139095040, exp_avg_diff_up, 2143289344)
+    put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_diff_divisor = tl.minimum(exp_avg_diff_up & 2147450880, 2139095039)
     prev_grad_scale_mul = exp_avg_diff_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_diff_pattern = tl.fma(exp_avg_diff, reciprocal(tl.fma(0.003937007874015748, prev_grad_scale_abs, prev_grad_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     exp_avg_sq_pattern = prev_grad_scale_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_grad_scale_add[:, None]
-    prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], prev_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g)
     prev_grad_top = block_magnitude(g, live, MASKED)
     prev_grad_up = tl.maximum(prev_grad_top, 75497472) + 32767
     prev_grad_up = tl.where(prev_grad_top < 2139095040, prev_grad_up, 2143289344)
-    prev_grad_divisor = tl.minimum(prev_grad_up & 2147450880, 2139095039)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
-    p_low = byte(p_word, 1)
-    g_mul = prev_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
+    prev_grad_divisor = tl.minimum(prev_grad_up & 2147450880, 2139095039)
+    g_mul = prev_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -513,14 +523,16 @@ def adan_bfloat16(
     columns = tl.load(row + 12)
     stream_key = tl.load(row + 13).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -535,6 +547,9 @@ def adan_bfloat16(
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -550,6 +565,7 @@ def adan_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adan_bfloat16_tile(
@@ -574,20 +590,21 @@ def adan_bfloat16(
                 one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
                 stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adan_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
-                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1, beta2,
-                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
-                stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adan_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_diff_ptr + start,
+                    exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
+                    prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -602,29 +619,33 @@ def adan_bfloat16_small_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
-    g = grad_scale * g_cast
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g = grad_scale * g_cast
+    prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff_2 = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
+    put(prev_grad_ptr, at, g, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -634,13 +655,9 @@ def adan_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_diff_ptr, at, exp_avg_diff_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(prev_grad_ptr, at, g, live, MASKED)
 
 
 @triton.jit
@@ -666,7 +683,9 @@ def adan_bfloat16_small(
     prev_grad_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 7)
     stream_key = tl.load(row + 9).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -678,6 +697,7 @@ def adan_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adan_bfloat16_small_tile(
@@ -699,17 +719,17 @@ def adan_bfloat16_small(
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
             one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adan_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, live, before + start + at, beta1, beta2, beta3,
-            grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adan_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
+                exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, before + start + few, beta1, beta2, beta3,
+                grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -722,25 +742,16 @@ def adan_float16_tile(
 ):
     """One tile."""
     # -- load and decode
+    prev_grad_scale = get(prev_grad_scale_ptr, at_block, live_block, MASKED)
+    prev_grad_scale_bits = prev_grad_scale.to(tl.int32) << 15
+    prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
+    prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
+    prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
+    prev_grad_code = counter(prev_grad_code) - 8388736.0
+    prev_grad_bend = tl.abs(prev_grad_code)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
     g = grad_scale * g_cast
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_diff_scale = get(exp_avg_diff_scale_ptr, at_block, live_block, MASKED)
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 2147483647
@@ -748,6 +759,13 @@ def adan_float16_tile(
     exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
     exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -756,27 +774,29 @@ def adan_float16_tile(
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_code.to(tl.int32) * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    prev_grad_scale = get(prev_grad_scale_ptr, at_block, live_block, MASKED)
-    prev_grad_scale_bits = prev_grad_scale.to(tl.int32) << 15
-    prev_grad_scale_bits = prev_grad_scale_bits & 2147483647
-    prev_grad_scale = tl.where(prev_grad_scale_bits == 2139095040, 2139095039, prev_grad_scale_bits).to(tl.float32, bitcast=True)
-    prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
-    prev_grad_code = counter(prev_grad_code) - 8388736.0
-    prev_grad_bend = tl.abs(prev_grad_code)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adan.py)
     prev_grad_scale_neg = minus(prev_grad_scale)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(prev_grad_scale_neg[:, None], prev_grad_code * reciprocal(254.0 - prev_grad_bend), g), 0.0)
-    exp_avg_scale_mul = beta1 * exp_avg_scale
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale
     # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
     exp_avg_diff = tl.fma(one_minus_beta2, change, exp_avg_diff_scale_mul[:, None] * (exp_avg_diff_code * reciprocal(254.0 - exp_avg_diff_bend)))
+    exp_avg_scale_mul = beta1 * exp_avg_scale
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
@@ -785,8 +805,13 @@ def adan_float16_tile(
     p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(prev_grad_scale_sqrt, scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
     # -- encode and store
+    prev_grad_scale_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = prev_grad_scale_bitcast >> 16 & 32768
+    p_magnitude = prev_grad_scale_bitcast & 2147483647
+    prev_grad_scale_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * prev_grad_scale_bitcast
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
@@ -794,72 +819,67 @@ def adan_float16_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    word_and = noise_2 & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(prev_grad_scale_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
+    g_abs = tl.abs(exp_avg)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    g_abs = tl.abs(exp_avg)
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
     prev_grad_scale_abs = tl.abs(exp_avg_diff)
     exp_avg_diff_top = block_magnitude(exp_avg_diff, live, MASKED)
     exp_avg_diff_up = tl.maximum(exp_avg_diff_top, 75497472) + 32767
     exp_avg_diff_up = tl.where(exp_avg_diff_top < 2139095040, exp_avg_diff_up, 2143289344)
+    put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_diff_divisor = tl.minimum(exp_avg_diff_up & 2147450880, 2139095039)
     prev_grad_scale_mul = exp_avg_diff_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_diff_pattern = tl.fma(exp_avg_diff, reciprocal(tl.fma(0.003937007874015748, prev_grad_scale_abs, prev_grad_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     exp_avg_sq_pattern = prev_grad_scale_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_above = (tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_grad_scale_add[:, None]
-    prev_grad_scale_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], prev_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g)
     prev_grad_top = block_magnitude(g, live, MASKED)
     prev_grad_up = tl.maximum(prev_grad_top, 75497472) + 32767
     prev_grad_up = tl.where(prev_grad_top < 2139095040, prev_grad_up, 2143289344)
-    prev_grad_divisor = tl.minimum(prev_grad_up & 2147450880, 2139095039)
-    prev_grad_scale_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = prev_grad_scale_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise_2 & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    prev_grad_scale_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * prev_grad_scale_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(prev_grad_scale_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = prev_grad_scale_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    g_mul = prev_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_diff_ptr, at, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_diff_scale_ptr, at_block, (exp_avg_diff_up >> 15).to(tl.int16), live_block, MASKED)
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
+    prev_grad_divisor = tl.minimum(prev_grad_up & 2147450880, 2139095039)
+    g_mul = prev_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit
@@ -890,14 +910,16 @@ def adan_float16(
     columns = tl.load(row + 12)
     stream_key = tl.load(row + 13).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -912,6 +934,9 @@ def adan_float16(
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -927,6 +952,7 @@ def adan_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adan_float16_tile(
@@ -951,20 +977,21 @@ def adan_float16(
                 one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
                 stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            adan_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
-                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1, beta2,
-                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
-                stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                adan_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_diff_ptr + start,
+                    exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
+                    prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -979,36 +1006,45 @@ def adan_float16_small_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g = grad_scale * g_cast
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    prev_grad = get(prev_grad_ptr, at, live, MASKED)
+    exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    prev_grad = get(prev_grad_ptr, at, live, MASKED)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff_2 = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
+    put(prev_grad_ptr, at, g, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1017,25 +1053,16 @@ def adan_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_diff_ptr, at, exp_avg_diff_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(prev_grad_ptr, at, g, live, MASKED)
 
 
 @triton.jit
@@ -1061,7 +1088,9 @@ def adan_float16_small(
     prev_grad_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 7)
     stream_key = tl.load(row + 9).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1073,6 +1102,7 @@ def adan_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             adan_float16_small_tile(
@@ -1094,17 +1124,17 @@ def adan_float16_small(
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
             one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adan_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-            exp_avg_sq_ptr + start, prev_grad_ptr + start, at, live, before + start + at, beta1, beta2, beta3,
-            grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adan_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
+                exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, before + start + few, beta1, beta2, beta3,
+                grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

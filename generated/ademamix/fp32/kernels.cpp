@@ -50,20 +50,20 @@ struct ademamix_float32 {
 
         // -- elements: decode, update  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
+            const F p = load(p_at + i);
             // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g, scalar_5 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p_2);
+            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g, beta3_now * exp_avg_slow);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);
@@ -101,22 +101,22 @@ struct ademamix_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             const F g_cast = g_stored;
             // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p_2);
+            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -156,22 +156,22 @@ struct ademamix_float16 {
 
         // -- elements: decode, update  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p_2);
+            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);

@@ -37,10 +37,10 @@ def ademamix_float32(
         scalar_3, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_slow = b.elements(exp_avg_slow_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/ademamix.py)
@@ -76,11 +76,11 @@ def ademamix_bfloat16(
         scalar_3, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_slow = b.elements(exp_avg_slow_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/ademamix.py)
@@ -118,11 +118,11 @@ def ademamix_float16(
         scalar_3, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_slow = b.elements(exp_avg_slow_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/ademamix.py)

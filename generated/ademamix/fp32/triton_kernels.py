@@ -32,26 +32,26 @@ def ademamix_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_slow = get(exp_avg_slow_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/ademamix.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 31  p = decoupled(p, lr, weight_decay)
     # 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
-    # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-    exp_avg_slow_2 = tl.fma(scalar_3, g, beta3_now * exp_avg_slow)
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g, g, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                                 # 31  p = decoupled(p, lr, weight_decay)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+    exp_avg_slow = tl.fma(scalar_3, g, beta3_now * exp_avg_slow)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_slow_ptr, at, exp_avg_slow_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
 
 
 @triton.jit
@@ -73,7 +73,9 @@ def ademamix_float32(
     exp_avg_slow_ptr = pointer(row + 3, tl.float32, ALIGNED)          # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -98,15 +100,15 @@ def ademamix_float32(
             at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
             scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        ademamix_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
-            scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            ademamix_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, few,
+                live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+                scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
+            )
 
 
 @triton.jit
@@ -117,30 +119,30 @@ def ademamix_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_slow = get(exp_avg_slow_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/ademamix.py)
-    p = one_minus_lr_times_weight_decay * p                              # 31  p = decoupled(p, lr, weight_decay)
     g_cast = widened(g_stored)
     # 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-    exp_avg_slow_2 = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 31  p = decoupled(p, lr, weight_decay)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g_cast, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+    exp_avg_slow = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_slow_ptr, at, exp_avg_slow_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -162,7 +164,9 @@ def ademamix_bfloat16(
     exp_avg_slow_ptr = pointer(row + 3, tl.float32, ALIGNED)          # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -187,15 +191,15 @@ def ademamix_bfloat16(
             at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
             scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        ademamix_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
-            scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            ademamix_bfloat16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, few,
+                live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+                scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
+            )
 
 
 @triton.jit
@@ -206,28 +210,28 @@ def ademamix_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_slow = get(exp_avg_slow_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/ademamix.py)
-    p = one_minus_lr_times_weight_decay * p                              # 31  p = decoupled(p, lr, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-    exp_avg_slow_2 = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                             # 31  p = decoupled(p, lr, weight_decay)
     # 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g_cast, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    # 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+    exp_avg_slow = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_slow_ptr, at, exp_avg_slow_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
+    put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
 
 
 @triton.jit
@@ -249,7 +253,9 @@ def ademamix_float16(
     exp_avg_slow_ptr = pointer(row + 3, tl.float32, ALIGNED)          # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -274,15 +280,15 @@ def ademamix_float16(
             at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
             scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        ademamix_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
-            scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            ademamix_float16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, few,
+                live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+                scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

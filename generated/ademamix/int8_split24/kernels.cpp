@@ -61,13 +61,13 @@ struct ademamix_float32 {
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_slow_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
@@ -99,26 +99,26 @@ struct ademamix_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_slow_scale = load(exp_avg_slow_scale_at + b);
+            const I exp_avg_slow_scale_bits = exp_avg_slow_scale << 15;
+            const I exp_avg_slow_scale_bits_2 = exp_avg_slow_scale_bits & 2147483647;
+            const F exp_avg_slow_scale_2 = as_float(where(exp_avg_slow_scale_bits_2 == 2139095040, I(2139095039), exp_avg_slow_scale_bits_2));
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_slow_scale = load(exp_avg_slow_scale_at + b);
-            const I exp_avg_slow_scale_bits = exp_avg_slow_scale << 15;
-            const I exp_avg_slow_scale_bits_2 = exp_avg_slow_scale_bits & 2147483647;
-            const F exp_avg_slow_scale_2 = as_float(where(exp_avg_slow_scale_bits_2 == 2139095040, I(2139095039), exp_avg_slow_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_slow_scale_mul = beta3_now * exp_avg_slow_scale_2;
+            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_slow_scale_mul_kept + b, exp_avg_slow_scale_mul);
+            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/ademamix.py)
@@ -126,8 +126,8 @@ struct ademamix_float32 {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_slow_scale_mul(exp_avg_slow_scale_mul_kept[b]);
+            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I exp_avg_slow_top(INT32_MIN);
@@ -136,34 +136,34 @@ struct ademamix_float32 {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
+                const F g = Grad::load(g_at + i);
                 const I exp_avg_slow_code = load(exp_avg_slow_at + i);
                 const F exp_avg_slow_code_2 = as_float(exp_avg_slow_code | 1258291200) - 8388736.0f;
                 const F exp_avg_slow_bend = abs(exp_avg_slow_code_2);
+                const I exp_avg_code = load(exp_avg_at + i);
+                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 31  p = decoupled(p, lr, weight_decay)
-                // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
                 const F exp_avg_slow = fma(scalar_3, g, exp_avg_slow_scale_mul * (exp_avg_slow_code_2 * reciprocal_of_normal(254.0f - exp_avg_slow_bend)));
+                // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 31  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
                 const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
+                const I exp_avg_sq_pattern = bits(g_sqrt);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 const I noise = word_xor_2 ^ rotl(word, word_add);                // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);            // 32 random bits: hash(element, tensor, step)
-                const I exp_avg_sq_pattern = bits(g_sqrt);
                 const F g_abs_2 = abs(exp_avg_slow);
+                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);            // 32 random bits: hash(element, tensor, step)
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 take_larger(exp_avg_slow_top, bits(g_abs_2), i, end);
@@ -188,25 +188,25 @@ struct ademamix_float32 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_slow_up = max(exp_avg_slow_top, I(75497472)) + 32767;
             const I exp_avg_slow_up_2 = where(exp_avg_slow_top < 2139095040, exp_avg_slow_up, I(2143289344));
             const I exp_avg_slow_divisor = min(exp_avg_slow_up_2 & 2147450880, I(2139095039));
             const F g_mul_2 = as_float(exp_avg_slow_divisor) * 0.003937007859349251f;
-            store(g_add_kept + b, g_add);
+            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(g_mul_2_kept + b, g_mul_2);
             store(exp_avg_slow_scale_at + b, exp_avg_slow_up_2 >> 15);
@@ -216,11 +216,11 @@ struct ademamix_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -230,10 +230,10 @@ struct ademamix_float32 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_slow = load(exp_avg_slow_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg * reciprocal_of_normal(exp_avg_sq_value_2);
                 const F g_abs = abs(exp_avg_value);
                 const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
@@ -298,20 +298,20 @@ struct ademamix_float32_small {
 
         // -- elements: decode, update  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
+            const F p = load(p_at + i);
             // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g, scalar_5 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p_2);
+            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g, beta3_now * exp_avg_slow);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);
@@ -361,13 +361,13 @@ struct ademamix_bfloat16 {
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_slow_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
@@ -379,13 +379,13 @@ struct ademamix_bfloat16 {
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
             const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key;
-            const I word_mul = word_xor * 2146121005;
+            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
@@ -399,26 +399,26 @@ struct ademamix_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_slow_scale = load(exp_avg_slow_scale_at + b);
+            const I exp_avg_slow_scale_bits = exp_avg_slow_scale << 15;
+            const I exp_avg_slow_scale_bits_2 = exp_avg_slow_scale_bits & 2147483647;
+            const F exp_avg_slow_scale_2 = as_float(where(exp_avg_slow_scale_bits_2 == 2139095040, I(2139095039), exp_avg_slow_scale_bits_2));
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_slow_scale = load(exp_avg_slow_scale_at + b);
-            const I exp_avg_slow_scale_bits = exp_avg_slow_scale << 15;
-            const I exp_avg_slow_scale_bits_2 = exp_avg_slow_scale_bits & 2147483647;
-            const F exp_avg_slow_scale_2 = as_float(where(exp_avg_slow_scale_bits_2 == 2139095040, I(2139095039), exp_avg_slow_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_slow_scale_mul = beta3_now * exp_avg_slow_scale_2;
+            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_slow_scale_mul_kept + b, exp_avg_slow_scale_mul);
+            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/ademamix.py)
@@ -426,8 +426,8 @@ struct ademamix_bfloat16 {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_slow_scale_mul(exp_avg_slow_scale_mul_kept[b]);
+            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I exp_avg_slow_top(INT32_MIN);
@@ -436,41 +436,41 @@ struct ademamix_bfloat16 {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_slow_code = load(exp_avg_slow_at + i);
                 const F exp_avg_slow_code_2 = as_float(exp_avg_slow_code | 1258291200) - 8388736.0f;
                 const F exp_avg_slow_bend = abs(exp_avg_slow_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
+                const I exp_avg_code = load(exp_avg_at + i);
+                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;         // 31  p = decoupled(p, lr, weight_decay)
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
-                // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
                 const F exp_avg_slow = fma(scalar_3, g_cast, exp_avg_slow_scale_mul * (exp_avg_slow_code_2 / (254.0f - exp_avg_slow_bend)));
+                // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;         // 31  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
                 const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise = word_xor_2 ^ rotl(word, word_add);         // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);     // 32 random bits: hash(element, tensor, step)
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                const F g_abs_2 = abs(exp_avg_slow);
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);       // 32 random bits: hash(element, tensor, step)
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise_2 & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
+                const F g_abs_2 = abs(exp_avg_slow);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 take_larger(exp_avg_slow_top, bits(g_abs_2), i, end);
@@ -496,25 +496,25 @@ struct ademamix_bfloat16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_slow_up = max(exp_avg_slow_top, I(75497472)) + 32767;
             const I exp_avg_slow_up_2 = where(exp_avg_slow_top < 2139095040, exp_avg_slow_up, I(2143289344));
             const I exp_avg_slow_divisor = min(exp_avg_slow_up_2 & 2147450880, I(2139095039));
             const F g_mul_2 = as_float(exp_avg_slow_divisor) * 0.003937007859349251f;
-            store(g_add_kept + b, g_add);
+            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(g_mul_2_kept + b, g_mul_2);
             store(exp_avg_slow_scale_at + b, exp_avg_slow_up_2 >> 15);
@@ -524,11 +524,11 @@ struct ademamix_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -538,10 +538,10 @@ struct ademamix_bfloat16 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_slow = load(exp_avg_slow_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg * reciprocal_of_normal(exp_avg_sq_value_2);
                 const F g_abs = abs(exp_avg_value);
                 const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
@@ -623,25 +623,25 @@ struct ademamix_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;     // 31  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;     // 31  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
+            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -697,13 +697,13 @@ struct ademamix_float16 {
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_slow_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
@@ -715,13 +715,13 @@ struct ademamix_float16 {
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
             const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key;
-            const I word_mul = word_xor * 2146121005;
+            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
@@ -735,26 +735,26 @@ struct ademamix_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_slow_scale = load(exp_avg_slow_scale_at + b);
+            const I exp_avg_slow_scale_bits = exp_avg_slow_scale << 15;
+            const I exp_avg_slow_scale_bits_2 = exp_avg_slow_scale_bits & 2147483647;
+            const F exp_avg_slow_scale_2 = as_float(where(exp_avg_slow_scale_bits_2 == 2139095040, I(2139095039), exp_avg_slow_scale_bits_2));
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_slow_scale = load(exp_avg_slow_scale_at + b);
-            const I exp_avg_slow_scale_bits = exp_avg_slow_scale << 15;
-            const I exp_avg_slow_scale_bits_2 = exp_avg_slow_scale_bits & 2147483647;
-            const F exp_avg_slow_scale_2 = as_float(where(exp_avg_slow_scale_bits_2 == 2139095040, I(2139095039), exp_avg_slow_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_slow_scale_mul = beta3_now * exp_avg_slow_scale_2;
+            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(exp_avg_slow_scale_mul_kept + b, exp_avg_slow_scale_mul);
+            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/ademamix.py)
@@ -762,8 +762,8 @@ struct ademamix_float16 {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_slow_scale_mul(exp_avg_slow_scale_mul_kept[b]);
+            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I exp_avg_slow_top(INT32_MIN);
@@ -772,58 +772,58 @@ struct ademamix_float16 {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_slow_code = load(exp_avg_slow_at + i);
                 const F exp_avg_slow_code_2 = as_float(exp_avg_slow_code | 1258291200) - 8388736.0f;
                 const F exp_avg_slow_bend = abs(exp_avg_slow_code_2);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const I exp_avg_code = load(exp_avg_at + i);
+                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const F exp_avg_bend = abs(exp_avg_code_2);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;         // 31  p = decoupled(p, lr, weight_decay)
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_cast = g_stored;
-                // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
                 const F exp_avg_slow = fma(scalar_3, g_cast, exp_avg_slow_scale_mul * (exp_avg_slow_code_2 / (254.0f - exp_avg_slow_bend)));
+                // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;         // 31  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
                 const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise = word_xor_2 ^ rotl(word, word_add);         // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);     // 32 random bits: hash(element, tensor, step)
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                const F g_abs_2 = abs(exp_avg_slow);
                 const I g_bitcast = bits(p_3);
+                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_magnitude = g_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
-                const I word_and_2 = noise_2 & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const F g_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * g_bitcast_2;
+                const I word_and = lane(i);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);       // 32 random bits: hash(element, tensor, step)
+                const I word_and_2 = noise_2 & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
+                const F g_abs_2 = abs(exp_avg_slow);
                 take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 take_larger(exp_avg_slow_top, bits(g_abs_2), i, end);
@@ -849,25 +849,25 @@ struct ademamix_float16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add_2 = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_slow_up = max(exp_avg_slow_top, I(75497472)) + 32767;
             const I exp_avg_slow_up_2 = where(exp_avg_slow_top < 2139095040, exp_avg_slow_up, I(2143289344));
             const I exp_avg_slow_divisor = min(exp_avg_slow_up_2 & 2147450880, I(2139095039));
             const F g_mul_2 = as_float(exp_avg_slow_divisor) * 0.003937007859349251f;
-            store(g_add_kept + b, g_add);
+            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
+            store(g_add_2_kept + b, g_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_2_kept + b, g_add_2);
+            store(g_add_kept + b, g_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(g_mul_2_kept + b, g_mul_2);
             store(exp_avg_slow_scale_at + b, exp_avg_slow_up_2 >> 15);
@@ -877,11 +877,11 @@ struct ademamix_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add_2(g_add_2_kept[b]);
+            const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -891,10 +891,10 @@ struct ademamix_float16 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_slow = load(exp_avg_slow_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
+                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg * reciprocal_of_normal(exp_avg_sq_value_2);
                 const F g_abs = abs(exp_avg_value);
                 const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
@@ -976,46 +976,46 @@ struct ademamix_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I p_offset = p_low + -128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const I p_offset = p_low + -128;
+            const I p_wide = ((p_high & 32767) << 8) + p_offset;
+            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
+            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            // f16 and 8 more bits, stochastic
+            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
             // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
             const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
+            // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
+            const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
+            const I p_magnitude = g_bitcast & 2147483647;
+            const F g_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * g_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I g_bitcast = bits(p_3);
-            const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -46,18 +46,18 @@ struct adopt_float32 {
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                            // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_3 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_3, g_3, decay * exp_avg_sq);
             store(p_at + i, p_2);
@@ -94,19 +94,19 @@ struct adopt_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                               // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                              // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             const I p_x_bits = bits(p_2);
@@ -145,19 +145,19 @@ struct adopt_float16 {
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                                   // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                              // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             store(p_at + i, narrow_half(p_2));
@@ -194,17 +194,17 @@ struct adopt_float32_decoupled_weight_decay {
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p = load(p_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(scalar_6 * g, g, decay * exp_avg_sq);
             store(p_at + i, p_2);
@@ -241,19 +241,19 @@ struct adopt_bfloat16_decoupled_weight_decay {
 
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);                               // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g = grad_scale * g_cast;
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                               // bf16, nearest
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
             const I p_x_bits = bits(p_2);
@@ -292,19 +292,19 @@ struct adopt_float16_decoupled_weight_decay {
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g = grad_scale * g_cast;
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                                   // f16, nearest
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
             store(p_at + i, narrow_half(p_2));

@@ -35,11 +35,11 @@ def adopt_float32(
         decay, one_minus_where_lt_one_t_beta2_zero,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    exp_avg = b.elements(exp_avg_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    exp_avg = b.elements(exp_avg_tensor)
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
@@ -69,12 +69,12 @@ def adopt_bfloat16(
         decay, one_minus_where_lt_one_t_beta2_zero,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
@@ -106,12 +106,12 @@ def adopt_float16(
         decay, one_minus_where_lt_one_t_beta2_zero,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
@@ -141,11 +141,11 @@ def adopt_float32_decoupled_weight_decay(
         decay, one_minus_where_lt_one_t_beta2_zero,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    exp_avg = b.elements(exp_avg_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    exp_avg = b.elements(exp_avg_tensor)
     # -- update  (specs/adopt.py)
     p = p * scalar_0                                      # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
@@ -175,12 +175,12 @@ def adopt_bfloat16_decoupled_weight_decay(
         decay, one_minus_where_lt_one_t_beta2_zero,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adopt.py)
     p = p * scalar_0                                      # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
@@ -212,12 +212,12 @@ def adopt_float16_decoupled_weight_decay(
         decay, one_minus_where_lt_one_t_beta2_zero,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/adopt.py)
     p = p * scalar_0                                      # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)

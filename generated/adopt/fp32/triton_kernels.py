@@ -30,23 +30,23 @@ def adopt_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/adopt.py)
-    g = tl.fma(weight_decay, p, g)                                # 27  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_2 = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 31  p = p - lr * exp_avg
     p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
@@ -68,7 +68,9 @@ def adopt_float32(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -92,15 +94,15 @@ def adopt_float32(
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
             lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adopt_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
-            weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adopt_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
+                weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
+                lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
+            )
 
 
 @triton.jit
@@ -111,27 +113,27 @@ def adopt_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/adopt.py)
-    g = tl.fma(weight_decay, p, g)                                # 27  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_2 = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 31  p = p - lr * exp_avg
     p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -152,7 +154,9 @@ def adopt_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -176,15 +180,15 @@ def adopt_bfloat16(
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
             lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adopt_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
-            weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adopt_bfloat16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
+                weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
+                lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
+            )
 
 
 @triton.jit
@@ -195,24 +199,24 @@ def adopt_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/adopt.py)
-    g = tl.fma(weight_decay, p, g)                                # 27  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_2 = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 31  p = p - lr * exp_avg
     p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
@@ -234,7 +238,9 @@ def adopt_float16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -258,15 +264,15 @@ def adopt_float16(
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
             lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adopt_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
-            weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adopt_float16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
+                weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
+                lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
+            )
 
 
 @triton.jit
@@ -277,22 +283,22 @@ def adopt_float32_decoupled_weight_decay_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adopt.py)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g_2 * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_2 = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 31  p = p - lr * exp_avg
     p = tl.fma(scalar_5, p, minus(tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)))
+    exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(scalar_6 * g, g, decay * exp_avg_sq)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
@@ -313,7 +319,9 @@ def adopt_float32_decoupled_weight_decay(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -336,15 +344,15 @@ def adopt_float32_decoupled_weight_decay(
             grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
             scalar_5, scalar_6, decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adopt_float32_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
-            grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-            scalar_5, scalar_6, decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adopt_float32_decoupled_weight_decay_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
+                grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+                scalar_5, scalar_6, decay, True,
+            )
 
 
 @triton.jit
@@ -355,28 +363,28 @@ def adopt_bfloat16_decoupled_weight_decay_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
     g = grad_scale * g_cast
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/adopt.py)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg_2 = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)
     # 31  p = p - lr * exp_avg
     p = tl.fma(scalar_5, p, minus(tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)))
+    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -396,7 +404,9 @@ def adopt_bfloat16_decoupled_weight_decay(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -419,15 +429,15 @@ def adopt_bfloat16_decoupled_weight_decay(
             grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
             scalar_5, scalar_6, decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adopt_bfloat16_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
-            grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-            scalar_5, scalar_6, decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adopt_bfloat16_decoupled_weight_decay_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
+                grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+                scalar_5, scalar_6, decay, True,
+            )
 
 
 @triton.jit
@@ -438,25 +448,25 @@ def adopt_float16_decoupled_weight_decay_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
     g = grad_scale * g_cast
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/adopt.py)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg_2 = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)
     # 31  p = p - lr * exp_avg
     p = tl.fma(scalar_5, p, minus(tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)))
+    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
@@ -477,7 +487,9 @@ def adopt_float16_decoupled_weight_decay(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -500,15 +512,15 @@ def adopt_float16_decoupled_weight_decay(
             grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
             scalar_5, scalar_6, decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        adopt_float16_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, eps,
-            grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-            scalar_5, scalar_6, decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            adopt_float16_decoupled_weight_decay_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
+                grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
+                scalar_5, scalar_6, decay, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

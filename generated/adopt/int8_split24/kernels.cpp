@@ -75,16 +75,16 @@ struct adopt_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -103,16 +103,16 @@ struct adopt_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
+                const I exp_avg_code = load(exp_avg_at + i);
+                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const F exp_avg_bend = abs(exp_avg_code_2);
                 const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
                 // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
                 const F scaled = min(max(g_3 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
@@ -121,10 +121,10 @@ struct adopt_float32 {
                 const F p_2 = fma(minus_lr, exp_avg, p);                   // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
                 const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_3, g_3, decay * exp_avg_sq);
+                const F p_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F p_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 take_larger(exp_avg_top, bits(p_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
@@ -152,13 +152,13 @@ struct adopt_float32 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I p_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(p_mul_kept + b, p_mul);
             store(p_add_kept + b, p_add);
@@ -218,18 +218,18 @@ struct adopt_float32_small {
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                            // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_3 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_3, g_3, decay * exp_avg_sq);
             store(p_at + i, p_2);
@@ -296,16 +296,16 @@ struct adopt_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -324,20 +324,20 @@ struct adopt_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
-                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
                 // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
                 const F scaled = min(max(g_2 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
@@ -349,10 +349,10 @@ struct adopt_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F p_abs = abs(exp_avg);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const F p_abs = abs(exp_avg);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 take_larger(exp_avg_top, bits(p_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -380,13 +380,13 @@ struct adopt_bfloat16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I p_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(p_mul_kept + b, p_mul);
             store(p_add_kept + b, p_add);
@@ -463,22 +463,22 @@ struct adopt_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));               // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                              // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             const I word_and = lane(i);
@@ -551,16 +551,16 @@ struct adopt_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -579,26 +579,26 @@ struct adopt_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
                 // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
                 const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
@@ -607,24 +607,24 @@ struct adopt_float16 {
                 const F p_2 = fma(minus_lr, exp_avg, p);                   // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
                 const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 32768;
+                const I p_magnitude = p_bitcast & 2147483647;
+                const F p_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F p_abs = abs(exp_avg);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I p_bitcast = bits(p_2);
-                const I p_magnitude = p_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F p_abs = abs(exp_avg);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 take_larger(exp_avg_top, bits(p_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -652,13 +652,13 @@ struct adopt_float16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I p_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(p_mul_kept + b, p_mul);
             store(p_add_kept + b, p_add);
@@ -735,45 +735,45 @@ struct adopt_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                              // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -839,16 +839,16 @@ struct adopt_float32_decoupled_weight_decay {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -869,27 +869,27 @@ struct adopt_float32_decoupled_weight_decay {
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const I exp_avg_code = load(exp_avg_at + i);
+                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const F exp_avg_bend = abs(exp_avg_code_2);
                 const F p = load(p_at + i);
-                // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
-                const F p_2 = scalar_0 * p;
                 // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
                 const F scaled = min(max(g_2 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
                 const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+                const F p_2 = scalar_0 * p;
                 const F p_3 = fma(minus_lr, exp_avg, p_2);                        // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
                 const F exp_avg_sq_2 = fma(scalar_5 * g, g, decay * exp_avg_sq);
+                const F g_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
@@ -917,13 +917,13 @@ struct adopt_float32_decoupled_weight_decay {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(g_mul_kept + b, g_mul);
             store(g_add_kept + b, g_add);
@@ -983,17 +983,17 @@ struct adopt_float32_decoupled_weight_decay_small {
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p = load(p_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(scalar_6 * g, g, decay * exp_avg_sq);
             store(p_at + i, p_2);
@@ -1060,16 +1060,16 @@ struct adopt_bfloat16_decoupled_weight_decay {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -1091,34 +1091,34 @@ struct adopt_bfloat16_decoupled_weight_decay {
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const F g = grad_scale * g_cast;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
-                const F p_2 = scalar_0 * p;
                 // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
                 const F scaled = min(max(g * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
                 const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+                const F p_2 = scalar_0 * p;
                 const F p_3 = fma(minus_lr, exp_avg, p_2);                 // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
                 const F exp_avg_sq_2 = fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(exp_avg);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const F g_abs = abs(exp_avg);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -1146,13 +1146,13 @@ struct adopt_bfloat16_decoupled_weight_decay {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(g_mul_kept + b, g_mul);
             store(g_add_kept + b, g_add);
@@ -1229,22 +1229,22 @@ struct adopt_bfloat16_decoupled_weight_decay_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + -32768 + (p_low << 8));               // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g = grad_scale * g_cast;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));               // bf16 and 8 more bits, stochastic
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
             const I word_and = lane(i);
@@ -1317,16 +1317,16 @@ struct adopt_float16_decoupled_weight_decay {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = exp_avg_sq_range;
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
+            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -1348,51 +1348,51 @@ struct adopt_float16_decoupled_weight_decay {
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const F g = grad_scale * g_cast;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
-                const F p_2 = scalar_0 * p;
                 // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
                 const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
                 const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+                const F p_2 = scalar_0 * p;
                 const F p_3 = fma(minus_lr, exp_avg, p_2);                 // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
                 const F exp_avg_sq_2 = fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq);
+                const I g_bitcast = bits(p_3);
+                const I p_sign = g_bitcast >> 16 & 32768;
+                const I p_magnitude = g_bitcast & 2147483647;
+                const F g_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(exp_avg);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I g_bitcast = bits(p_3);
-                const I p_magnitude = g_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F g_abs = abs(exp_avg);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -1420,13 +1420,13 @@ struct adopt_float16_decoupled_weight_decay {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(g_mul_kept + b, g_mul);
             store(g_add_kept + b, g_add);
@@ -1503,45 +1503,45 @@ struct adopt_float16_decoupled_weight_decay_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g = grad_scale * g_cast;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F g_cast = g_stored;
+            const F g = grad_scale * g_cast;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

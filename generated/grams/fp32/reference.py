@@ -35,9 +35,9 @@ def grams_float32(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/grams.py)
@@ -71,10 +71,10 @@ def grams_bfloat16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/grams.py)
@@ -110,10 +110,10 @@ def grams_float16(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/grams.py)

@@ -43,18 +43,18 @@ struct laprop_float32 {
 
         // -- elements: decode, update  (specs/laprop.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p = load(p_at + i);
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             const F g_mul = g * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
             const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;              // 24  p = decoupled(p, lr, weight_decay)
+            // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -95,10 +95,10 @@ struct laprop_bfloat16 {
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F g_mul = g_cast * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
             const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;        // 24  p = decoupled(p, lr, weight_decay)
+            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -141,10 +141,10 @@ struct laprop_float16 {
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F g_mul = g_cast * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
             const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;        // 24  p = decoupled(p, lr, weight_decay)
+            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -35,11 +35,11 @@ def laprop_float32(
         lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    exp_avg = b.elements(exp_avg_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    exp_avg = b.elements(exp_avg_tensor)
-    p = b.elements(p_tensor)
     # -- update  (specs/laprop.py)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
@@ -70,12 +70,12 @@ def laprop_bfloat16(
         lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/laprop.py)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
@@ -108,12 +108,12 @@ def laprop_float16(
         lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/laprop.py)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g

@@ -30,22 +30,22 @@ def laprop_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/laprop.py)
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
-    exp_avg_2 = tl.fma(scalar_2, g_mul, beta1 * exp_avg)      # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # 23  p = p - lr / (1 - beta1**t) * exp_avg
     p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
     p = one_minus_lr_times_weight_decay * p                   # 24  p = decoupled(p, lr, weight_decay)
+    exp_avg = tl.fma(scalar_2, g_mul, beta1 * exp_avg)        # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -65,7 +65,9 @@ def laprop_float32(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -89,15 +91,15 @@ def laprop_float32(
             scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
             scalar_4, one_minus_lr_times_weight_decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        laprop_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
-            scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_4, one_minus_lr_times_weight_decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            laprop_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+                scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_4, one_minus_lr_times_weight_decay, True,
+            )
 
 
 @triton.jit
@@ -118,17 +120,17 @@ def laprop_bfloat16_tile(
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
-    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg_2 = tl.fma(scalar_2, g_mul, beta1 * exp_avg)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg
     p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
+    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    exp_avg = tl.fma(scalar_2, g_mul, beta1 * exp_avg)
     # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -148,7 +150,9 @@ def laprop_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -172,15 +176,15 @@ def laprop_bfloat16(
             scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
             scalar_4, one_minus_lr_times_weight_decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        laprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
-            scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_4, one_minus_lr_times_weight_decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            laprop_bfloat16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+                scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_4, one_minus_lr_times_weight_decay, True,
+            )
 
 
 @triton.jit
@@ -201,15 +205,15 @@ def laprop_float16_tile(
     # 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
-    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg_2 = tl.fma(scalar_2, g_mul, beta1 * exp_avg)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg
     p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
+    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    exp_avg = tl.fma(scalar_2, g_mul, beta1 * exp_avg)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -229,7 +233,9 @@ def laprop_float16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -253,15 +259,15 @@ def laprop_float16(
             scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
             scalar_4, one_minus_lr_times_weight_decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        laprop_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1, beta2,
-            scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_4, one_minus_lr_times_weight_decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            laprop_float16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+                scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_4, one_minus_lr_times_weight_decay, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

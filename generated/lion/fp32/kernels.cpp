@@ -38,15 +38,15 @@ struct lion_float32 {
 
         // -- elements: decode, update  (specs/lion.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 18  p = decoupled(p, lr, weight_decay)
+            const F p = load(p_at + i);
             // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
             const F update = sign(fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg));
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 18  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, update, p_2);           // 21  p = p - lr * update
             // 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
             const F exp_avg_2 = fma(one_minus_beta2_times_grad_scale, g, beta2 * exp_avg);
-            const F p_3 = fma(minus_lr, update, p_2);           // 21  p = p - lr * update
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
         }
@@ -74,17 +74,17 @@ struct lion_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/lion.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 18  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             const F g_cast = g_stored;
             // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
             const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg));
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 18  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, update, p_2);           // 21  p = p - lr * update
             // 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
             const F exp_avg_2 = fma(one_minus_beta2_times_grad_scale, g_cast, beta2 * exp_avg);
-            const F p_3 = fma(minus_lr, update, p_2);           // 21  p = p - lr * update
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -114,17 +114,17 @@ struct lion_float16 {
 
         // -- elements: decode, update  (specs/lion.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 18  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
             const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg));
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 18  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, update, p_2);           // 21  p = p - lr * update
             // 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
             const F exp_avg_2 = fma(one_minus_beta2_times_grad_scale, g_cast, beta2 * exp_avg);
-            const F p_3 = fma(minus_lr, update, p_2);           // 21  p = p - lr * update
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
         }

@@ -29,16 +29,16 @@ def lion_float32(
         one_minus_beta2,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/lion.py)
     p = p * one_minus_lr_times_weight_decay          # 18  p = decoupled(p, lr, weight_decay)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
-    exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     p = p - lr * update                              # 21  p = p - lr * update
+    exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     # -- encode and store
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, exp_avg)
@@ -55,17 +55,17 @@ def lion_bfloat16(
         one_minus_beta2,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/lion.py)
     p = p * one_minus_lr_times_weight_decay          # 18  p = decoupled(p, lr, weight_decay)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
-    exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     p = p - lr * update                              # 21  p = p - lr * update
+    exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -84,17 +84,17 @@ def lion_float16(
         one_minus_beta2,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/lion.py)
     p = p * one_minus_lr_times_weight_decay          # 18  p = decoupled(p, lr, weight_decay)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
-    exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     p = p - lr * update                              # 21  p = p - lr * update
+    exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     # -- encode and store
     b.store(p_tensor, p.to(torch.float16))
     b.store(exp_avg_tensor, exp_avg)

@@ -27,16 +27,16 @@ def lion_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/lion.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 18  p = decoupled(p, lr, weight_decay)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg))
+    p = one_minus_lr_times_weight_decay * p                                 # 18  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, update, p)                                         # 21  p = p - lr * update
     # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g, beta2 * exp_avg)
-    p = tl.fma(minus_lr, update, p)                                         # 21  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -57,7 +57,9 @@ def lion_float32(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -78,15 +80,15 @@ def lion_float32(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        lion_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            lion_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+                minus_lr, True,
+            )
 
 
 @triton.jit
@@ -96,23 +98,23 @@ def lion_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/lion.py)
-    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
     g_cast = widened(g_stored)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg))
+    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g_cast, beta2 * exp_avg)
-    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -130,7 +132,9 @@ def lion_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -151,15 +155,15 @@ def lion_bfloat16(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        lion_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            lion_bfloat16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+                minus_lr, True,
+            )
 
 
 @triton.jit
@@ -169,18 +173,18 @@ def lion_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/lion.py)
-    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg))
+    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g_cast, beta2 * exp_avg)
-    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -201,7 +205,9 @@ def lion_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -222,15 +228,15 @@ def lion_float16(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        lion_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            lion_float16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+                minus_lr, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -17,7 +17,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, pointer, put, reciprocal, rotl, sign, widened
+from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, sign, widened
 
 
 @triton.jit
@@ -28,6 +28,7 @@ def lion_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -36,18 +37,26 @@ def lion_float32_tile(
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/lion.py)
-    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_mul = exp_avg_code * reciprocal(254.0 - exp_avg_bend)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * exp_avg_mul))
+    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     exp_avg_scale_mul = beta2 * exp_avg_scale
     # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g, exp_avg_scale_mul[:, None] * exp_avg_mul)
-    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    g_abs = tl.abs(exp_avg)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -56,16 +65,7 @@ def lion_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_abs = tl.abs(exp_avg)
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -87,14 +87,16 @@ def lion_float32(
     columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -107,6 +109,9 @@ def lion_float32(
                 minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -115,6 +120,7 @@ def lion_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 lion_float32_tile(
@@ -133,16 +139,17 @@ def lion_float32(
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                 False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            lion_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                lion_float32_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -152,16 +159,16 @@ def lion_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/lion.py)
-    p = one_minus_lr_times_weight_decay * p                                 # 18  p = decoupled(p, lr, weight_decay)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg))
+    p = one_minus_lr_times_weight_decay * p                                 # 18  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, update, p)                                         # 21  p = p - lr * update
     # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g, beta2 * exp_avg)
-    p = tl.fma(minus_lr, update, p)                                         # 21  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -182,7 +189,9 @@ def lion_float32_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -203,15 +212,15 @@ def lion_float32_small(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        lion_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            lion_float32_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+                minus_lr, True,
+            )
 
 
 @triton.jit
@@ -222,8 +231,7 @@ def lion_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -231,20 +239,21 @@ def lion_bfloat16_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/lion.py)
-    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_mul = exp_avg_code * reciprocal(254.0 - exp_avg_bend)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * exp_avg_mul))
+    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     exp_avg_scale_mul = beta2 * exp_avg_scale
     # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * exp_avg_mul)
-    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -254,19 +263,19 @@ def lion_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -289,14 +298,16 @@ def lion_bfloat16(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -309,6 +320,9 @@ def lion_bfloat16(
                 one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -318,6 +332,7 @@ def lion_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 lion_bfloat16_tile(
@@ -336,17 +351,17 @@ def lion_bfloat16(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                 minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            lion_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                lion_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -357,21 +372,22 @@ def lion_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/lion.py)
-    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
     g_cast = widened(g_stored)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg))
+    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g_cast, beta2 * exp_avg)
-    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -381,10 +397,9 @@ def lion_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -404,7 +419,9 @@ def lion_bfloat16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -413,6 +430,7 @@ def lion_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             lion_bfloat16_small_tile(
@@ -429,15 +447,15 @@ def lion_bfloat16_small(
             beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
             one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        lion_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, live, before + start + at,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            lion_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
+                before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -448,15 +466,7 @@ def lion_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -464,21 +474,34 @@ def lion_float16_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/lion.py)
-    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_mul = exp_avg_code * reciprocal(254.0 - exp_avg_bend)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * exp_avg_mul))
+    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     exp_avg_scale_mul = beta2 * exp_avg_scale
     # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * exp_avg_mul)
-    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     # -- encode and store
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -487,30 +510,25 @@ def lion_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -533,14 +551,16 @@ def lion_float16(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -553,6 +573,9 @@ def lion_float16(
                 one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -562,6 +585,7 @@ def lion_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 lion_float16_tile(
@@ -580,17 +604,17 @@ def lion_float16(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                 minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            lion_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                lion_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -601,28 +625,34 @@ def lion_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/lion.py)
-    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
     g_cast = g_stored.to(tl.float32)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg))
+    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g_cast, beta2 * exp_avg)
-    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -631,22 +661,16 @@ def lion_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -666,7 +690,9 @@ def lion_float16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -675,6 +701,7 @@ def lion_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             lion_float16_small_tile(
@@ -691,15 +718,15 @@ def lion_float16_small(
             beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
             one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        lion_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, live, before + start + at,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            lion_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
+                before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

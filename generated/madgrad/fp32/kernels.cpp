@@ -39,23 +39,23 @@ struct madgrad_float32 {
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
+            const F s = load(s_at + i);
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
-            const F s = load(s_at + i);
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);               // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_3;
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
             const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, reciprocal(where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
-            const F p_mul = weight * g_3;
-            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma * p_fma), p_fma), p_fma);
+            const F start = fma(s, reciprocal(where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
             const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             store(p_at + i, z);
@@ -85,24 +85,24 @@ struct madgrad_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
+            const F s = load(s_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                  // bf16, nearest
-            const F s = load(s_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_2;
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
             const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
             const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
-            const F p_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma * p_fma), p_fma), p_fma);
+            const F start = fma(s, reciprocal(where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
             const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             const I p_x_bits = bits(z);
@@ -134,24 +134,24 @@ struct madgrad_float16 {
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
+            const F s = load(s_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                      // f16, nearest
-            const F s = load(s_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_2;
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
             const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
             const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
-            const F p_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma * p_fma), p_fma), p_fma);
+            const F start = fma(s, reciprocal(where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
             const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             store(p_at + i, narrow_half(z));
@@ -183,16 +183,16 @@ struct madgrad_float32_has_momentum {
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
+            const F s = load(s_at + i);
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
             const F x0 = load(x0_at + i);
             const F g_3 = fma(weight_decay, p, g_2);               // 24  g = l2(g, p, weight_decay)
             const F p_mul = weight * g_3;
-            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
             const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
             const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
@@ -229,17 +229,17 @@ struct madgrad_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
+            const F s = load(s_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                  // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
             const F x0 = load(x0_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
             const F p_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
             const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
             const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
@@ -278,17 +278,17 @@ struct madgrad_float16_has_momentum {
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
+            const F s = load(s_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                      // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
             const F x0 = load(x0_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
             const F p_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
             const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
             const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);

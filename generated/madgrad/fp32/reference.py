@@ -28,21 +28,21 @@ def madgrad_float32(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, weight) = scalars(p_tensor, weight_decay, eps, grad_scale, weight)
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     s = b.elements(s_tensor)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
@@ -62,22 +62,22 @@ def madgrad_bfloat16(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, weight) = scalars(p_tensor, weight_decay, eps, grad_scale, weight)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     s = b.elements(s_tensor)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
@@ -99,22 +99,22 @@ def madgrad_float16(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, weight) = scalars(p_tensor, weight_decay, eps, grad_scale, weight)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     s = b.elements(s_tensor)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
@@ -136,17 +136,17 @@ def madgrad_float32_has_momentum(
         p_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    x0 = b.elements(x0_tensor)
+    s = b.elements(s_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
-    s = b.elements(s_tensor)
-    x0 = b.elements(x0_tensor)
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
@@ -170,18 +170,18 @@ def madgrad_bfloat16_has_momentum(
         p_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    grad_sum_sq = b.elements(grad_sum_sq_tensor)
-    s = b.elements(s_tensor)
     x0 = b.elements(x0_tensor)
+    s = b.elements(s_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    grad_sum_sq = b.elements(grad_sum_sq_tensor)
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
@@ -207,18 +207,18 @@ def madgrad_float16_has_momentum(
         p_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    grad_sum_sq = b.elements(grad_sum_sq_tensor)
-    s = b.elements(s_tensor)
     x0 = b.elements(x0_tensor)
+    s = b.elements(s_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    grad_sum_sq = b.elements(grad_sum_sq_tensor)
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333

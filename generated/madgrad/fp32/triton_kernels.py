@@ -29,30 +29,30 @@ def madgrad_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    s = get(s_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
-    s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    s_2 = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    put(s_ptr, at, s_2, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
     put(p_ptr, at, z, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
 
 
 @triton.jit
@@ -70,7 +70,9 @@ def madgrad_float32(
     grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -91,14 +93,14 @@ def madgrad_float32(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at, weight_decay, eps,
             grad_scale, weight, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float32_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live, weight_decay, eps,
-            grad_scale, weight, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float32_tile(
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
+                grad_scale, weight, True,
+            )
 
 
 @triton.jit
@@ -108,33 +110,33 @@ def madgrad_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
+    s = get(s_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
-    s = get(s_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    s_2 = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    put(s_ptr, at, s_2, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
     p_x_bits = z.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
 
 
 @triton.jit
@@ -152,7 +154,9 @@ def madgrad_bfloat16(
     grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -173,14 +177,14 @@ def madgrad_bfloat16(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at, weight_decay, eps,
             grad_scale, weight, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_bfloat16_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live, weight_decay, eps,
-            grad_scale, weight, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_bfloat16_tile(
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
+                grad_scale, weight, True,
+            )
 
 
 @triton.jit
@@ -190,31 +194,31 @@ def madgrad_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    s = get(s_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
-    s = get(s_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    s_2 = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    put(s_ptr, at, s_2, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
     put(p_ptr, at, z.to(tl.float16), live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
 
 
 @triton.jit
@@ -232,7 +236,9 @@ def madgrad_float16(
     grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -253,14 +259,14 @@ def madgrad_float16(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at, weight_decay, eps,
             grad_scale, weight, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float16_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live, weight_decay, eps,
-            grad_scale, weight, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float16_tile(
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
+                grad_scale, weight, True,
+            )
 
 
 @triton.jit
@@ -270,17 +276,17 @@ def madgrad_float32_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    s = get(s_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
-    s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -288,10 +294,10 @@ def madgrad_float32_has_momentum_tile(
     z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
     put(x0_ptr, at, x0, live, MASKED)
+    put(s_ptr, at, s, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -310,7 +316,9 @@ def madgrad_float32_has_momentum(
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -333,14 +341,14 @@ def madgrad_float32_has_momentum(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, at,
             weight_decay, eps, grad_scale, weight, one_minus_momentum, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, live,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float32_has_momentum_tile(
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
+                weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
+            )
 
 
 @triton.jit
@@ -350,18 +358,18 @@ def madgrad_bfloat16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
+    s = get(s_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
-    s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -369,12 +377,12 @@ def madgrad_bfloat16_has_momentum_tile(
     z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
+    put(x0_ptr, at, x0, live, MASKED)
+    put(s_ptr, at, s, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
-    put(x0_ptr, at, x0, live, MASKED)
 
 
 @triton.jit
@@ -393,7 +401,9 @@ def madgrad_bfloat16_has_momentum(
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -416,14 +426,14 @@ def madgrad_bfloat16_has_momentum(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, at,
             weight_decay, eps, grad_scale, weight, one_minus_momentum, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, live,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_bfloat16_has_momentum_tile(
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
+                weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
+            )
 
 
 @triton.jit
@@ -433,18 +443,18 @@ def madgrad_float16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
+    s = get(s_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
-    s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -452,10 +462,10 @@ def madgrad_float16_has_momentum_tile(
     z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
     put(x0_ptr, at, x0, live, MASKED)
+    put(s_ptr, at, s, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
@@ -474,7 +484,9 @@ def madgrad_float16_has_momentum(
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -497,14 +509,14 @@ def madgrad_float16_has_momentum(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, at,
             weight_decay, eps, grad_scale, weight, one_minus_momentum, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, live,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float16_has_momentum_tile(
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
+                weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

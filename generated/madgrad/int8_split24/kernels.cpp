@@ -43,9 +43,9 @@ struct madgrad_float32 {
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
         alignas(64) float s_kept[TILE];
+        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
@@ -69,62 +69,62 @@ struct madgrad_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I s_scale = load(s_scale_at + b);
+            const I scale_bits = s_scale << 15;
+            const I scale_bits_2 = scale_bits & 2147483647;
+            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = grad_sum_sq_range;
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            store(scale_kept + b, scale);
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
             store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
-            store(scale_kept + b, scale);
         }
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
-            const F scale(scale_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g = Grad::load(g_at + i);
-                const F g_2 = grad_scale * g;
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
                 const I s_code = load(s_at + i);
                 const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F s_value = scale * (s_code_2 * reciprocal_of_normal(254.0f - s_bend));
+                const F p = load(p_at + i);
+                const F g = Grad::load(g_at + i);
+                const F g_2 = grad_scale * g;
+                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
+                const F p_mul = weight * g_3;
+                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
                 const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal_of_normal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
                 const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
                 // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
                 const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
-                const F p_mul = weight * g_3;
-                const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
                 const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
                 take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
@@ -148,13 +148,13 @@ struct madgrad_float32 {
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
+            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
             const I s_up = max(s_top, I(75497472)) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
@@ -211,23 +211,23 @@ struct madgrad_float32_small {
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
+            const F s = load(s_at + i);
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
-            const F s = load(s_at + i);
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);               // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_3;
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
             const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, reciprocal(where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
-            const F p_mul = weight * g_3;
-            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma * p_fma), p_fma), p_fma);
+            const F start = fma(s, reciprocal(where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
             const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             store(p_at + i, z);
@@ -262,9 +262,9 @@ struct madgrad_bfloat16 {
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
         alignas(64) float s_kept[TILE];
+        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
@@ -288,69 +288,69 @@ struct madgrad_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I s_scale = load(s_scale_at + b);
+            const I scale_bits = s_scale << 15;
+            const I scale_bits_2 = scale_bits & 2147483647;
+            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = grad_sum_sq_range;
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            store(scale_kept + b, scale);
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
             store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
-            store(scale_kept + b, scale);
         }
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
-            const F scale(scale_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
                 const I s_code = load(s_at + i);
                 const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F s_value = scale * (s_code_2 * reciprocal_of_normal(254.0f - s_bend));
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
+                const F p_mul = weight * g_2;
+                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
                 const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal_of_normal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
                 const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
                 // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
                 const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
-                const F p_mul = weight * g_2;
-                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
                 const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_scale_abs = abs(s);
                 const I p_word = min(bits(z), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
+                const F s_scale_abs = abs(s);
                 take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
                 take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
                 take_larger(s_top, bits(s_scale_abs), i, end);
@@ -374,13 +374,13 @@ struct madgrad_bfloat16 {
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
+            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
             const I s_up = max(s_top, I(75497472)) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
@@ -454,27 +454,27 @@ struct madgrad_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F s = load(s_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
-            const F s = load(s_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_2;
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
             const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
             const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
-            const F p_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma * p_fma), p_fma), p_fma);
+            const F start = fma(s, reciprocal(where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
             const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             const I word_and = lane(i);
@@ -515,9 +515,9 @@ struct madgrad_float16 {
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
         alignas(64) float s_kept[TILE];
+        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) int32_t p_add_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
@@ -541,86 +541,86 @@ struct madgrad_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I s_scale = load(s_scale_at + b);
+            const I scale_bits = s_scale << 15;
+            const I scale_bits_2 = scale_bits & 2147483647;
+            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = grad_sum_sq_range;
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            store(scale_kept + b, scale);
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
             store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
-            store(scale_kept + b, scale);
         }
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
-            const F scale(scale_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
                 const I s_code = load(s_at + i);
                 const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F s_value = scale * (s_code_2 / (254.0f - s_bend));
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
+                const F p_mul = weight * g_2;
+                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
                 const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal_of_normal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
                 const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
                 // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
                 const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
-                const F p_mul = weight * g_2;
-                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
                 const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+                const I s_scale_bitcast = bits(z);
+                const I p_sign = s_scale_bitcast >> 16 & 32768;
+                const I p_magnitude = s_scale_bitcast & 2147483647;
+                const F s_scale_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * s_scale_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_scale_abs = abs(s);
-                const I s_scale_bitcast = bits(z);
-                const I p_magnitude = s_scale_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F s_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * s_scale_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(s_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(z == z, p_wide_2, I(8257536)) + 128;
-                const I p_sign = s_scale_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
+                const F s_scale_abs = abs(s);
                 take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
                 take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
                 take_larger(s_top, bits(s_scale_abs), i, end);
@@ -644,13 +644,13 @@ struct madgrad_float16 {
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
+            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
             const I s_up = max(s_top, I(75497472)) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
@@ -724,50 +724,50 @@ struct madgrad_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F s = load(s_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F s = load(s_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
+            const F p_mul = weight * g_2;
+            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
+            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
             const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
             const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
             const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
-            const F p_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
             const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+            const I s_bitcast = bits(z);
+            const I p_sign = s_bitcast >> 16 & 32768;
+            const I p_magnitude = s_bitcast & 2147483647;
+            const F s_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * s_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I s_bitcast = bits(z);
-            const I p_magnitude = s_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F s_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * s_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(s_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(z == z, p_wide_2, I(8257536)) + 128;
-            const I p_sign = s_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -829,16 +829,16 @@ struct madgrad_float32_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I s_scale = load(s_scale_at + b);
+            const I scale_bits = s_scale << 15;
+            const I scale_bits_2 = scale_bits & 2147483647;
+            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = grad_sum_sq_range;
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
             store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
             store(scale_kept + b, scale);
@@ -856,22 +856,22 @@ struct madgrad_float32_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const I s_code = load(s_at + i);
+                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
+                const F s_bend = abs(s_code_2);
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const I grad_sum_sq_code = load(grad_sum_sq_at + i);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
-                const I s_code = load(s_at + i);
-                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const F p = load(p_at + i);
                 const F x0 = load(x0_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
                 const F p_mul = weight * g_3;
-                const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
                 // 28  s = s + weight * g
                 const F s = fma(scale, s_code_2 * reciprocal_of_normal(254.0f - s_bend), p_mul);
+                const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
                 const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
                 const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
@@ -879,10 +879,10 @@ struct madgrad_float32_has_momentum {
                 const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
                 // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
                 const F p_2 = fma(one_minus_momentum, z - p, p);
+                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
                 take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
@@ -907,13 +907,13 @@ struct madgrad_float32_has_momentum {
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
+            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
             const I s_up = max(s_top, I(75497472)) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
@@ -972,16 +972,16 @@ struct madgrad_float32_has_momentum_small {
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
+            const F s = load(s_at + i);
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
             const F x0 = load(x0_at + i);
             const F g_3 = fma(weight_decay, p, g_2);               // 24  g = l2(g, p, weight_decay)
             const F p_mul = weight * g_3;
-            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
             const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
             const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
@@ -1049,16 +1049,16 @@ struct madgrad_bfloat16_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I s_scale = load(s_scale_at + b);
+            const I scale_bits = s_scale << 15;
+            const I scale_bits_2 = scale_bits & 2147483647;
+            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = grad_sum_sq_range;
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
             store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
             store(scale_kept + b, scale);
@@ -1076,26 +1076,26 @@ struct madgrad_bfloat16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
                 const I s_code = load(s_at + i);
                 const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F x0 = load(x0_at + i);
                 const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
                 const F p_mul = weight * g_2;
-                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
                 // 28  s = s + weight * g
                 const F s = fma(scale, s_code_2 * reciprocal_of_normal(254.0f - s_bend), p_mul);
+                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
                 const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
                 const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
@@ -1106,10 +1106,10 @@ struct madgrad_bfloat16_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_scale_abs = abs(s);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
+                const F s_scale_abs = abs(s);
                 take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
                 take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
                 take_larger(s_top, bits(s_scale_abs), i, end);
@@ -1134,13 +1134,13 @@ struct madgrad_bfloat16_has_momentum {
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
+            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
             const I s_up = max(s_top, I(75497472)) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
@@ -1216,20 +1216,20 @@ struct madgrad_bfloat16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F s = load(s_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
             const F x0 = load(x0_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
             const F p_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
             const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
             const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
@@ -1303,16 +1303,16 @@ struct madgrad_float16_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I s_scale = load(s_scale_at + b);
+            const I scale_bits = s_scale << 15;
+            const I scale_bits_2 = scale_bits & 2147483647;
+            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = grad_sum_sq_range;
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
             store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
             store(scale_kept + b, scale);
@@ -1330,31 +1330,31 @@ struct madgrad_float16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
                 const I s_code = load(s_at + i);
                 const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F x0 = load(x0_at + i);
                 const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
                 const F p_mul = weight * g_2;
-                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F s = fma(scale, s_code_2 / (254.0f - s_bend), p_mul);  // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
                 const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
                 const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
@@ -1362,24 +1362,24 @@ struct madgrad_float16_has_momentum {
                 const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
                 // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
                 const F p_2 = fma(one_minus_momentum, z - p, p);
+                const I s_scale_bitcast = bits(p_2);
+                const I p_sign = s_scale_bitcast >> 16 & 32768;
+                const I p_magnitude = s_scale_bitcast & 2147483647;
+                const F s_scale_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * s_scale_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_scale_abs = abs(s);
-                const I s_scale_bitcast = bits(p_2);
-                const I p_magnitude = s_scale_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F s_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * s_scale_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(s_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = s_scale_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
+                const F s_scale_abs = abs(s);
                 take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
                 take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
                 take_larger(s_top, bits(s_scale_abs), i, end);
@@ -1404,13 +1404,13 @@ struct madgrad_float16_has_momentum {
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
+            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
             const I s_up = max(s_top, I(75497472)) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
@@ -1486,47 +1486,47 @@ struct madgrad_float16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F s = load(s_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
             const F x0 = load(x0_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
             const F p_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F s_2 = s + p_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
             const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
             const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
             const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
             const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+            const I s_bitcast = bits(p_2);
+            const I p_sign = s_bitcast >> 16 & 32768;
+            const I p_magnitude = s_bitcast & 2147483647;
+            const F s_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * s_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I s_bitcast = bits(p_2);
-            const I p_magnitude = s_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F s_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * s_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(s_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = s_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -28,16 +28,7 @@ def madgrad_float32(
     b = Blocks(p_tensor, 64)
     (weight_decay, eps, grad_scale, weight) = scalars(p_tensor, weight_decay, eps, grad_scale, weight)
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
-    grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
-    grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
-    grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
-    grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
-    grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
+    p = b.elements(p_tensor)
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -47,25 +38,45 @@ def madgrad_float32(
     s_code = s_code - 128.0
     s_bend = s_code.abs()
     s_value = scale * (s_code / (254.0 - s_bend))
+    grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
+    grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
+    grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
+    grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
-    p = b.elements(p_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
     grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
     grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
+    grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
+    grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
+    grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
+    grad_sum_sq_start = grad_sum_sq_first << 22
+    grad_sum_sq_half = grad_sum_sq_units * 10240
+    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -74,19 +85,8 @@ def madgrad_float32(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
-    grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
-    grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_half = grad_sum_sq_units * 10240
-    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub
-    grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -113,21 +113,21 @@ def madgrad_float32_small(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, weight) = scalars(p_tensor, weight_decay, eps, grad_scale, weight)
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     s = b.elements(s_tensor)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
@@ -147,20 +147,11 @@ def madgrad_bfloat16(
     b = Blocks(p_tensor, 64)
     (weight_decay, eps, grad_scale, weight) = scalars(p_tensor, weight_decay, eps, grad_scale, weight)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
-    grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
-    grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
-    grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
-    grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
-    grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -170,19 +161,28 @@ def madgrad_bfloat16(
     s_code = s_code - 128.0
     s_bend = s_code.abs()
     s_value = scale * (s_code / (254.0 - s_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
+    grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
+    grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
+    grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
     grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
     grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
@@ -197,19 +197,21 @@ def madgrad_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(z == z, z.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub
     grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
+    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -221,8 +223,6 @@ def madgrad_bfloat16(
     s_scale_mul = s_divisor.view(torch.float32) * 0.003937007874015748
     s_exact = s / (s_scale_mul + s_scale_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
-    p_word = torch.where(z == z, z.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
@@ -239,25 +239,25 @@ def madgrad_bfloat16_small(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, weight) = scalars(p_tensor, weight_decay, eps, grad_scale, weight)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     s = b.elements(s_tensor)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
@@ -288,25 +288,17 @@ def madgrad_float16(
     b = Blocks(p_tensor, 64)
     (weight_decay, eps, grad_scale, weight) = scalars(p_tensor, weight_decay, eps, grad_scale, weight)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
-    grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
-    grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
-    grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
-    grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
-    grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -316,26 +308,40 @@ def madgrad_float16(
     s_code = s_code - 128.0
     s_bend = s_code.abs()
     s_value = scale * (s_code / (254.0 - s_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
+    grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
+    grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
+    grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
     grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
     grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
+    p_bitcast = z.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -344,19 +350,27 @@ def madgrad_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(z == z, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub
     grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
+    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -368,20 +382,6 @@ def madgrad_float16(
     s_scale_mul = s_divisor.view(torch.float32) * 0.003937007874015748
     s_exact = s / (s_scale_mul + s_scale_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
-    p_bitcast = z.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(z == z, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
@@ -398,37 +398,43 @@ def madgrad_float16_small(
     b = Blocks(p_tensor, 1)
     (weight_decay, eps, grad_scale, weight) = scalars(p_tensor, weight_decay, eps, grad_scale, weight)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     s = b.elements(s_tensor)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = p + s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
+    p_bitcast = z.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -437,18 +443,12 @@ def madgrad_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = z.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(z == z, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -467,6 +467,17 @@ def madgrad_float32_has_momentum(
         p_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    x0 = b.elements(x0_tensor)
+    s_scale = b.per_block(s_scale_tensor)
+    scale_bits = s_scale.to(torch.int32) << 15
+    scale_bits = scale_bits & 2147483647
+    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    s_code = b.elements(s_tensor)
+    s_code = s_code.to(torch.int32).to(torch.float32)
+    s_code = s_code - 128.0
+    s_bend = s_code.abs()
+    s_value = scale * (s_code / (254.0 - s_bend))
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
@@ -477,24 +488,13 @@ def madgrad_float32_has_momentum(
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
-    s_scale = b.per_block(s_scale_tensor)
-    scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
-    s_code = s_code.to(torch.int32).to(torch.float32)
-    s_code = s_code - 128.0
-    s_bend = s_code.abs()
-    s_value = scale * (s_code / (254.0 - s_bend))
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
-    p = b.elements(p_tensor)
-    x0 = b.elements(x0_tensor)
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
     grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
@@ -502,6 +502,17 @@ def madgrad_float32_has_momentum(
     z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
+    grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
+    grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
+    grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
+    grad_sum_sq_start = grad_sum_sq_first << 22
+    grad_sum_sq_half = grad_sum_sq_units * 10240
+    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -510,19 +521,8 @@ def madgrad_float32_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
-    grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
-    grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_half = grad_sum_sq_units * 10240
-    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub
-    grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -552,17 +552,17 @@ def madgrad_float32_has_momentum_small(
         p_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    x0 = b.elements(x0_tensor)
+    s = b.elements(s_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
-    s = b.elements(s_tensor)
-    x0 = b.elements(x0_tensor)
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
@@ -587,20 +587,12 @@ def madgrad_bfloat16_has_momentum(
         p_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
-    grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
-    grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
-    grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
-    grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
-    grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    x0 = b.elements(x0_tensor)
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -610,15 +602,23 @@ def madgrad_bfloat16_has_momentum(
     s_code = s_code - 128.0
     s_bend = s_code.abs()
     s_value = scale * (s_code / (254.0 - s_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
+    grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
+    grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
+    grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
-    x0 = b.elements(x0_tensor)
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
     grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
@@ -634,19 +634,21 @@ def madgrad_bfloat16_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub
     grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
+    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -658,8 +660,6 @@ def madgrad_bfloat16_has_momentum(
     s_scale_mul = s_divisor.view(torch.float32) * 0.003937007874015748
     s_exact = s / (s_scale_mul + s_scale_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
@@ -679,21 +679,21 @@ def madgrad_bfloat16_has_momentum_small(
         p_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    grad_sum_sq = b.elements(grad_sum_sq_tensor)
-    s = b.elements(s_tensor)
     x0 = b.elements(x0_tensor)
+    s = b.elements(s_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    grad_sum_sq = b.elements(grad_sum_sq_tensor)
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
@@ -729,25 +729,18 @@ def madgrad_float16_has_momentum(
         p_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
-    grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
-    grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
-    grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
-    grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
-    grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    x0 = b.elements(x0_tensor)
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -757,16 +750,23 @@ def madgrad_float16_has_momentum(
     s_code = s_code - 128.0
     s_bend = s_code.abs()
     s_value = scale * (s_code / (254.0 - s_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
+    grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
+    grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
+    grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
-    x0 = b.elements(x0_tensor)
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s_value + g_mul                    # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
     grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
@@ -774,6 +774,12 @@ def madgrad_float16_has_momentum(
     z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -782,19 +788,27 @@ def madgrad_float16_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub
     grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
+    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -806,20 +820,6 @@ def madgrad_float16_has_momentum(
     s_scale_mul = s_divisor.view(torch.float32) * 0.003937007874015748
     s_exact = s / (s_scale_mul + s_scale_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
@@ -839,27 +839,27 @@ def madgrad_float16_has_momentum_small(
         p_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    grad_sum_sq = b.elements(grad_sum_sq_tensor)
-    s = b.elements(s_tensor)
     x0 = b.elements(x0_tensor)
+    s = b.elements(s_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    grad_sum_sq = b.elements(grad_sum_sq_tensor)
     # -- update  (specs/madgrad.py)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + g_mul                          # 28  s = s + weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
@@ -867,6 +867,12 @@ def madgrad_float16_has_momentum_small(
     z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -875,18 +881,12 @@ def madgrad_float16_has_momentum_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -899,6 +899,7 @@ def madgrad_float16_has_momentum_small(
 def madgrad_float32_decode(p_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor, s_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
@@ -907,6 +908,8 @@ def madgrad_float32_decode(p_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tenso
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -916,9 +919,6 @@ def madgrad_float32_decode(p_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tenso
     s_code = s_code - 128.0
     s_bend = s_code.abs()
     s_value = scale * (s_code / (254.0 - s_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "grad_sum_sq": b.flat(grad_sum_sq),
@@ -929,18 +929,18 @@ def madgrad_float32_decode(p_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tenso
 def madgrad_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
-    in_p = b.elements(values["p"])
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -991,10 +991,11 @@ def madgrad_bfloat16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
@@ -1003,6 +1004,8 @@ def madgrad_bfloat16_decode(
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -1012,9 +1015,6 @@ def madgrad_bfloat16_decode(
     s_code = s_code - 128.0
     s_bend = s_code.abs()
     s_value = scale * (s_code / (254.0 - s_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     return {
         "p": b.flat(p),
         "grad_sum_sq": b.flat(grad_sum_sq),
@@ -1025,18 +1025,20 @@ def madgrad_bfloat16_decode(
 def madgrad_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -1047,8 +1049,6 @@ def madgrad_bfloat16_encode(values):
     s_divisor = (s_up & 2147450880).clamp(max=2139095039)
     in_s_mul = s_divisor.view(torch.float32) * 0.003937007874015748
     s_exact = in_s / (in_s_mul + in_s_abs * 0.003937007874015748)
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1062,10 +1062,10 @@ def madgrad_bfloat16_encode(values):
 def madgrad_bfloat16_small_decode(p_tensor, weight_low_tensor, grad_sum_sq_tensor, s_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
     s = b.elements(s_tensor)
@@ -1097,15 +1097,17 @@ def madgrad_float16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
@@ -1114,6 +1116,8 @@ def madgrad_float16_decode(
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -1123,10 +1127,6 @@ def madgrad_float16_decode(
     s_code = s_code - 128.0
     s_bend = s_code.abs()
     s_value = scale * (s_code / (254.0 - s_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     return {
         "p": b.flat(p),
         "grad_sum_sq": b.flat(grad_sum_sq),
@@ -1137,18 +1137,31 @@ def madgrad_float16_decode(
 def madgrad_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -1159,19 +1172,6 @@ def madgrad_float16_encode(values):
     s_divisor = (s_up & 2147450880).clamp(max=2139095039)
     in_s_mul = s_divisor.view(torch.float32) * 0.003937007874015748
     s_exact = in_s / (in_s_mul + in_s_abs * 0.003937007874015748)
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1185,14 +1185,14 @@ def madgrad_float16_encode(values):
 def madgrad_float16_small_decode(p_tensor, weight_low_tensor, grad_sum_sq_tensor, s_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -1212,16 +1212,16 @@ def madgrad_float16_small_encode(values):
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -1237,6 +1237,7 @@ def madgrad_float32_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
@@ -1245,6 +1246,8 @@ def madgrad_float32_has_momentum_decode(
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -1254,9 +1257,6 @@ def madgrad_float32_has_momentum_decode(
     s_code = s_code - 128.0
     s_bend = s_code.abs()
     s_value = scale * (s_code / (254.0 - s_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
-    p = b.elements(p_tensor)
     x0 = b.elements(x0_tensor)
     return {
         "p": b.flat(p),
@@ -1269,19 +1269,19 @@ def madgrad_float32_has_momentum_decode(
 def madgrad_float32_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
-    in_p = b.elements(values["p"])
     in_x0 = b.elements(values["x0"])
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -1338,10 +1338,11 @@ def madgrad_bfloat16_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
@@ -1350,6 +1351,8 @@ def madgrad_bfloat16_has_momentum_decode(
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -1359,9 +1362,6 @@ def madgrad_bfloat16_has_momentum_decode(
     s_code = s_code - 128.0
     s_bend = s_code.abs()
     s_value = scale * (s_code / (254.0 - s_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = b.elements(x0_tensor)
     return {
         "p": b.flat(p),
@@ -1374,19 +1374,21 @@ def madgrad_bfloat16_has_momentum_decode(
 def madgrad_bfloat16_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
-    in_p = b.elements(values["p"])
     in_x0 = b.elements(values["x0"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -1397,8 +1399,6 @@ def madgrad_bfloat16_has_momentum_encode(values):
     s_divisor = (s_up & 2147450880).clamp(max=2139095039)
     in_s_mul = s_divisor.view(torch.float32) * 0.003937007874015748
     s_exact = in_s / (in_s_mul + in_s_abs * 0.003937007874015748)
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1415,10 +1415,10 @@ def madgrad_bfloat16_has_momentum_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
     s = b.elements(s_tensor)
@@ -1455,15 +1455,17 @@ def madgrad_float16_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
@@ -1472,6 +1474,8 @@ def madgrad_float16_has_momentum_decode(
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_code.to(torch.int32) * grad_sum_sq_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -1481,10 +1485,6 @@ def madgrad_float16_has_momentum_decode(
     s_code = s_code - 128.0
     s_bend = s_code.abs()
     s_value = scale * (s_code / (254.0 - s_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = b.elements(x0_tensor)
     return {
         "p": b.flat(p),
@@ -1497,19 +1497,32 @@ def madgrad_float16_has_momentum_decode(
 def madgrad_float16_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
-    in_p = b.elements(values["p"])
     in_x0 = b.elements(values["x0"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
     grad_sum_sq_above = (block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
@@ -1520,19 +1533,6 @@ def madgrad_float16_has_momentum_encode(values):
     s_divisor = (s_up & 2147450880).clamp(max=2139095039)
     in_s_mul = s_divisor.view(torch.float32) * 0.003937007874015748
     s_exact = in_s / (in_s_mul + in_s_abs * 0.003937007874015748)
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1549,14 +1549,14 @@ def madgrad_float16_has_momentum_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -1579,16 +1579,16 @@ def madgrad_float16_has_momentum_small_encode(values):
     in_s = b.elements(values["s"])
     in_x0 = b.elements(values["x0"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

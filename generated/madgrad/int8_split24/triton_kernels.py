@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -29,6 +29,15 @@ def madgrad_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
+    scale_bits = s_scale.to(tl.int32) << 15
+    scale_bits = scale_bits & 2147483647
+    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    s_code = get(s_ptr, at, live, MASKED)
+    s_code = counter(s_code) - 8388736.0
+    s_bend = tl.abs(s_code)
+    s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
@@ -39,33 +48,36 @@ def madgrad_float32_tile(
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
-    s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
-    scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
-    s_code = counter(s_code) - 8388736.0
-    s_bend = tl.abs(s_code)
-    s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    s = s_value + p_mul                            # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
-    p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = s_value + p_mul                          # 28  s = s + weight * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    put(p_ptr, at, z, live, MASKED)
+    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq_2).to(tl.int32, bitcast=True)
+    grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
+    grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
+    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
+    grad_sum_sq_start = grad_sum_sq_first << 22
+    grad_sum_sq_half = grad_sum_sq_units * 10240
+    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -74,33 +86,21 @@ def madgrad_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
-    grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
-    grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
-    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
-    grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_half = grad_sum_sq_units * 10240
-    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, z, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -123,14 +123,16 @@ def madgrad_float32(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -142,6 +144,9 @@ def madgrad_float32(
                 number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -152,6 +157,7 @@ def madgrad_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_float32_tile(
@@ -168,16 +174,17 @@ def madgrad_float32(
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
                 weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_float32_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_float32_tile(
+                    p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -187,30 +194,30 @@ def madgrad_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    s = get(s_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
-    s = get(s_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    s_2 = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    put(s_ptr, at, s_2, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
     put(p_ptr, at, z, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
 
 
 @triton.jit
@@ -228,7 +235,9 @@ def madgrad_float32_small(
     grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -249,14 +258,14 @@ def madgrad_float32_small(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at, weight_decay, eps,
             grad_scale, weight, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live, weight_decay, eps,
-            grad_scale, weight, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float32_small_tile(
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
+                grad_scale, weight, True,
+            )
 
 
 @triton.jit
@@ -267,18 +276,6 @@ def madgrad_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
-    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
-    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -287,25 +284,37 @@ def madgrad_bfloat16_tile(
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
+    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
+    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
+    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    s = s_value + p_mul                            # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
-    p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = s_value + p_mul                          # 28  s = s + weight * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -315,36 +324,36 @@ def madgrad_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
+    p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
+    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq_2).to(tl.int32, bitcast=True)
     grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -368,14 +377,16 @@ def madgrad_bfloat16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -387,6 +398,9 @@ def madgrad_bfloat16(
                 live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -398,6 +412,7 @@ def madgrad_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_bfloat16_tile(
@@ -414,16 +429,17 @@ def madgrad_bfloat16(
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
                 at_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -433,30 +449,32 @@ def madgrad_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    s = get(s_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    s = get(s_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    s_2 = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    put(s_ptr, at, s_2, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -466,11 +484,9 @@ def madgrad_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
 
 
 @triton.jit
@@ -490,7 +506,9 @@ def madgrad_bfloat16_small(
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -500,6 +518,7 @@ def madgrad_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             madgrad_bfloat16_small_tile(
@@ -514,14 +533,14 @@ def madgrad_bfloat16_small(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
             before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live,
-            before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
+                before + start + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -532,25 +551,6 @@ def madgrad_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
-    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
-    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
-    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 2147483647
@@ -559,26 +559,50 @@ def madgrad_float16_tile(
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
+    grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
+    grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
+    grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
+    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    s = s_value + p_mul                            # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
     grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
     grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
-    p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = s_value + p_mul                          # 28  s = s + weight * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    s_scale_bitcast = z.to(tl.int32, bitcast=True)
+    p_sign = s_scale_bitcast >> 16 & 32768
+    p_magnitude = s_scale_bitcast & 2147483647
+    s_scale_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_scale_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -587,47 +611,42 @@ def madgrad_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(s_scale_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(z == z, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
+    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq_2).to(tl.int32, bitcast=True)
     grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    s_scale_bitcast = z.to(tl.int32, bitcast=True)
-    p_magnitude = s_scale_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    s_scale_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * s_scale_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(s_scale_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(z == z, p_wide, 8257536) + 128
-    p_sign = s_scale_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -651,14 +670,16 @@ def madgrad_float16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -670,6 +691,9 @@ def madgrad_float16(
                 live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -681,6 +705,7 @@ def madgrad_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_float16_tile(
@@ -697,16 +722,17 @@ def madgrad_float16(
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
                 at_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -716,37 +742,44 @@ def madgrad_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    s = get(s_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    s = get(s_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
-    g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
+    p_mul = weight * g
+    s_2 = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
+    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
     grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
     grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
     start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
-    p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
+    put(s_ptr, at, s_2, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
+    s_bitcast = z.to(tl.int32, bitcast=True)
+    p_sign = s_bitcast >> 16 & 32768
+    p_magnitude = s_bitcast & 2147483647
+    s_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -755,23 +788,16 @@ def madgrad_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    s_bitcast = z.to(tl.int32, bitcast=True)
-    p_magnitude = s_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    s_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * s_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(s_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(s_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(z == z, p_wide, 8257536) + 128
-    p_sign = s_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
 
 
 @triton.jit
@@ -791,7 +817,9 @@ def madgrad_float16_small(
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -801,6 +829,7 @@ def madgrad_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             madgrad_float16_small_tile(
@@ -815,14 +844,14 @@ def madgrad_float16_small(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
             before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, live,
-            before + start + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
+                before + start + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -833,6 +862,14 @@ def madgrad_float32_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
+    scale_bits = s_scale.to(tl.int32) << 15
+    scale_bits = scale_bits & 2147483647
+    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    s_code = get(s_ptr, at, live, MASKED)
+    s_code = counter(s_code) - 8388736.0
+    s_bend = tl.abs(s_code)
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
@@ -843,23 +880,15 @@ def madgrad_float32_has_momentum_tile(
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
-    s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
-    scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
-    s_code = counter(s_code) - 8388736.0
-    s_bend = tl.abs(s_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
-    p = get(p_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
     p_mul = weight * g
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
-    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -868,6 +897,19 @@ def madgrad_float32_has_momentum_tile(
     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
+    put(x0_ptr, at, x0, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
+    grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
+    grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
+    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
+    grad_sum_sq_start = grad_sum_sq_first << 22
+    grad_sum_sq_half = grad_sum_sq_units * 10240
+    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -876,34 +918,21 @@ def madgrad_float32_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
-    grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
-    grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
-    grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
-    grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_half = grad_sum_sq_units * 10240
-    grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    put(x0_ptr, at, x0, live, MASKED)
 
 
 @triton.jit
@@ -927,14 +956,16 @@ def madgrad_float32_has_momentum(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -947,6 +978,9 @@ def madgrad_float32_has_momentum(
                 True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -958,6 +992,7 @@ def madgrad_float32_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_float32_has_momentum_tile(
@@ -976,17 +1011,18 @@ def madgrad_float32_has_momentum(
                 before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
                 False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, live, live_block,
-                before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
-                True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_float32_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
+                    True,
+                )
 
 
 @triton.jit
@@ -996,17 +1032,17 @@ def madgrad_float32_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    s = get(s_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
-    s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -1014,10 +1050,10 @@ def madgrad_float32_has_momentum_small_tile(
     z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
     put(x0_ptr, at, x0, live, MASKED)
+    put(s_ptr, at, s, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -1036,7 +1072,9 @@ def madgrad_float32_has_momentum_small(
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
     x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1059,14 +1097,14 @@ def madgrad_float32_has_momentum_small(
             p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, at,
             weight_decay, eps, grad_scale, weight, one_minus_momentum, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, live,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float32_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
+                weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
+            )
 
 
 @triton.jit
@@ -1077,10 +1115,19 @@ def madgrad_bfloat16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
+    scale_bits = s_scale.to(tl.int32) << 15
+    scale_bits = scale_bits & 2147483647
+    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    s_code = get(s_ptr, at, live, MASKED)
+    s_code = counter(s_code) - 8388736.0
+    s_bend = tl.abs(s_code)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
@@ -1089,24 +1136,15 @@ def madgrad_bfloat16_has_momentum_tile(
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
-    s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
-    scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
-    s_code = counter(s_code) - 8388736.0
-    s_bend = tl.abs(s_code)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
     p_mul = weight * g
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
-    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -1115,6 +1153,7 @@ def madgrad_bfloat16_has_momentum_tile(
     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
+    put(x0_ptr, at, x0, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1123,37 +1162,36 @@ def madgrad_bfloat16_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
     grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    put(x0_ptr, at, x0, live, MASKED)
 
 
 @triton.jit
@@ -1178,14 +1216,16 @@ def madgrad_bfloat16_has_momentum(
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1198,6 +1238,9 @@ def madgrad_bfloat16_has_momentum(
                 stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1210,6 +1253,7 @@ def madgrad_bfloat16_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_bfloat16_has_momentum_tile(
@@ -1228,17 +1272,18 @@ def madgrad_bfloat16_has_momentum(
                 at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, live, live_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_bfloat16_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
+                    True,
+                )
 
 
 @triton.jit
@@ -1248,20 +1293,20 @@ def madgrad_bfloat16_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    s = get(s_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
-    s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -1269,6 +1314,9 @@ def madgrad_bfloat16_has_momentum_small_tile(
     z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
+    put(x0_ptr, at, x0, live, MASKED)
+    put(s_ptr, at, s, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1278,12 +1326,9 @@ def madgrad_bfloat16_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
-    put(x0_ptr, at, x0, live, MASKED)
 
 
 @triton.jit
@@ -1304,7 +1349,9 @@ def madgrad_bfloat16_has_momentum_small(
     x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1315,6 +1362,7 @@ def madgrad_bfloat16_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             madgrad_bfloat16_has_momentum_small_tile(
@@ -1331,15 +1379,15 @@ def madgrad_bfloat16_has_momentum_small(
             x0_ptr + start, at, at, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
             step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_bfloat16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, live, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
-            step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_bfloat16_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
+                x0_ptr + start, few, live, before + start + few, weight_decay, eps, grad_scale, weight,
+                one_minus_momentum, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -1350,17 +1398,26 @@ def madgrad_float16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
+    scale_bits = s_scale.to(tl.int32) << 15
+    scale_bits = scale_bits & 2147483647
+    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    s_code = get(s_ptr, at, live, MASKED)
+    s_code = counter(s_code) - 8388736.0
+    s_bend = tl.abs(s_code)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
@@ -1369,24 +1426,15 @@ def madgrad_float16_has_momentum_tile(
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_code.to(tl.int32) * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
-    s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
-    scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
-    s_code = counter(s_code) - 8388736.0
-    s_bend = tl.abs(s_code)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
     p_mul = weight * g
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
-    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -1395,6 +1443,12 @@ def madgrad_float16_has_momentum_tile(
     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
+    put(x0_ptr, at, x0, live, MASKED)
+    s_scale_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = s_scale_bitcast >> 16 & 32768
+    p_magnitude = s_scale_bitcast & 2147483647
+    s_scale_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_scale_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1403,48 +1457,42 @@ def madgrad_float16_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(s_scale_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
     grad_sum_sq_above = (tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
-    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_start = grad_sum_sq_first << 22
-    grad_sum_sq_scale = grad_sum_sq_cells << 2
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
+    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
+    grad_sum_sq_scale = grad_sum_sq_cells << 2
     p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - grad_sum_sq_base
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_scale_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 75497472) + 32767
     s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    s_scale_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = s_scale_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    s_scale_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * s_scale_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(s_scale_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = s_scale_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    put(x0_ptr, at, x0, live, MASKED)
 
 
 @triton.jit
@@ -1469,14 +1517,16 @@ def madgrad_float16_has_momentum(
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1489,6 +1539,9 @@ def madgrad_float16_has_momentum(
                 stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1501,6 +1554,7 @@ def madgrad_float16_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_float16_has_momentum_tile(
@@ -1519,17 +1573,18 @@ def madgrad_float16_has_momentum(
                 at_block, at, at_block, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            madgrad_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, live, live_block, before + start + at, weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                madgrad_float16_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
+                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
+                    before + start + few, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
+                    True,
+                )
 
 
 @triton.jit
@@ -1539,27 +1594,27 @@ def madgrad_float16_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    s = get(s_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
-    s = get(s_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
     p_mul = weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + p_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
     p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
     p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
@@ -1567,6 +1622,14 @@ def madgrad_float16_has_momentum_small_tile(
     z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
+    put(x0_ptr, at, x0, live, MASKED)
+    put(s_ptr, at, s, live, MASKED)
+    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
+    s_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = s_bitcast >> 16 & 32768
+    p_magnitude = s_bitcast & 2147483647
+    s_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * s_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1575,24 +1638,16 @@ def madgrad_float16_has_momentum_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    s_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = s_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    s_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * s_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(s_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(s_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = s_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    put(s_ptr, at, s, live, MASKED)
-    put(x0_ptr, at, x0, live, MASKED)
 
 
 @triton.jit
@@ -1613,7 +1668,9 @@ def madgrad_float16_has_momentum_small(
     x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1624,6 +1681,7 @@ def madgrad_float16_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             madgrad_float16_has_momentum_small_tile(
@@ -1640,15 +1698,15 @@ def madgrad_float16_has_momentum_small(
             x0_ptr + start, at, at, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
             step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        madgrad_float16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-            x0_ptr + start, at, live, before + start + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
-            step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            madgrad_float16_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
+                x0_ptr + start, few, live, before + start + few, weight_decay, eps, grad_scale, weight,
+                one_minus_momentum, step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
@@ -1669,10 +1727,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "madgrad_float32": {"maxnreg": 96},
+    "madgrad_float32": {"maxnreg": 64},
     "madgrad_float32_small": {"maxnreg": 64},
-    "madgrad_bfloat16": {"maxnreg": 96},
+    "madgrad_bfloat16": {"maxnreg": 64},
     "madgrad_bfloat16_small": {"maxnreg": 64},
-    "madgrad_float16": {"maxnreg": 96},
+    "madgrad_float16": {"maxnreg": 64},
     "madgrad_float16_small": {"maxnreg": 64},
 }

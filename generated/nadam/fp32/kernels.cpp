@@ -46,17 +46,17 @@ struct nadam_float32 {
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_2 = fma(-fma(grad_lr, g_3, fma(scalar_3, g_3, scalar_2 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -91,18 +91,18 @@ struct nadam_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                            // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -139,18 +139,18 @@ struct nadam_float16 {
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                                // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -184,17 +184,17 @@ struct nadam_float32_decoupled_weight_decay {
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p = load(p_at + i);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_3 = fma(-fma(scalar_5, g, fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -228,19 +228,19 @@ struct nadam_bfloat16_decoupled_weight_decay {
 
         // -- elements: decode, update, encode  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             const F g_cast = g_stored;
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -276,19 +276,19 @@ struct nadam_float16_decoupled_weight_decay {
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
             const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

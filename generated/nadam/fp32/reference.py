@@ -34,9 +34,9 @@ def nadam_float32(
         one_minus_beta2_pow_t, grad_lr, avg_lr,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/nadam.py)
@@ -66,10 +66,10 @@ def nadam_bfloat16(
         one_minus_beta2_pow_t, grad_lr, avg_lr,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/nadam.py)
@@ -101,10 +101,10 @@ def nadam_float16(
         one_minus_beta2_pow_t, grad_lr, avg_lr,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/nadam.py)
@@ -135,9 +135,9 @@ def nadam_float32_decoupled_weight_decay(
         one_minus_beta2, one_minus_beta2_pow_t, grad_lr, avg_lr,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/nadam.py)
@@ -168,10 +168,10 @@ def nadam_bfloat16_decoupled_weight_decay(
         one_minus_beta2, one_minus_beta2_pow_t, grad_lr, avg_lr,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/nadam.py)
@@ -204,10 +204,10 @@ def nadam_float16_decoupled_weight_decay(
         one_minus_beta2, one_minus_beta2_pow_t, grad_lr, avg_lr,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/nadam.py)

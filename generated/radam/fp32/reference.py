@@ -35,10 +35,10 @@ def radam_float32(
         scalar_3, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/radam.py)
     g = g + weight_decay * p                                   # 24  g = l2(g, p, weight_decay)
@@ -69,11 +69,11 @@ def radam_bfloat16(
         scalar_3, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/radam.py)
     g = g + weight_decay * p                                   # 24  g = l2(g, p, weight_decay)
@@ -106,11 +106,11 @@ def radam_float16(
         scalar_3, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/radam.py)
     g = g + weight_decay * p                                   # 24  g = l2(g, p, weight_decay)
@@ -141,10 +141,10 @@ def radam_float32_decoupled_weight_decay(
         one_minus_beta2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/radam.py)
     p = p * one_minus_lr_times_weight_decay                    # 22  p = decoupled(p, lr, weight_decay)
@@ -175,11 +175,11 @@ def radam_bfloat16_decoupled_weight_decay(
         one_minus_beta2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/radam.py)
     p = p * one_minus_lr_times_weight_decay                    # 22  p = decoupled(p, lr, weight_decay)
@@ -212,11 +212,11 @@ def radam_float16_decoupled_weight_decay(
         one_minus_beta2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/radam.py)
     p = p * one_minus_lr_times_weight_decay                    # 22  p = decoupled(p, lr, weight_decay)

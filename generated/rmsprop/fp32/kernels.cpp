@@ -38,9 +38,9 @@ struct rmsprop_float32 {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F square_avg = load(square_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                      // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -74,10 +74,10 @@ struct rmsprop_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                         // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                        // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -113,10 +113,10 @@ struct rmsprop_float16 {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                             // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                        // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -152,9 +152,9 @@ struct rmsprop_float32_has_momentum {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);            // 27  g = l2(g, p, weight_decay)
@@ -193,10 +193,10 @@ struct rmsprop_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);               // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
@@ -237,10 +237,10 @@ struct rmsprop_float16_has_momentum {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
@@ -278,16 +278,16 @@ struct rmsprop_float32_centered {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
-            const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_3;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             const F update = g_3 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
@@ -321,17 +321,17 @@ struct rmsprop_bfloat16_centered {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                        // bf16, nearest
-            const F square_avg = load(square_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             const F update = g_2 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
@@ -367,17 +367,17 @@ struct rmsprop_float16_centered {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                            // f16, nearest
-            const F square_avg = load(square_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             const F update = g_2 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
@@ -413,17 +413,17 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
-            const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_3;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
@@ -461,18 +461,18 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                        // bf16, nearest
-            const F square_avg = load(square_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
@@ -512,18 +512,18 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                            // f16, nearest
-            const F square_avg = load(square_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update

@@ -28,9 +28,9 @@ def rmsprop_float32(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     square_avg = b.elements(square_avg_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
@@ -53,10 +53,10 @@ def rmsprop_bfloat16(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
@@ -81,10 +81,10 @@ def rmsprop_float16(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
@@ -107,11 +107,11 @@ def rmsprop_float32_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    momentum_buffer = b.elements(momentum_buffer_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     square_avg = b.elements(square_avg_tensor)
-    momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -136,12 +136,12 @@ def rmsprop_bfloat16_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    square_avg = b.elements(square_avg_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    square_avg = b.elements(square_avg_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -168,12 +168,12 @@ def rmsprop_float16_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    square_avg = b.elements(square_avg_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    square_avg = b.elements(square_avg_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -198,9 +198,9 @@ def rmsprop_float32_centered(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
@@ -229,10 +229,10 @@ def rmsprop_bfloat16_centered(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
@@ -263,10 +263,10 @@ def rmsprop_float16_centered(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
@@ -295,12 +295,12 @@ def rmsprop_float32_centered_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    momentum_buffer = b.elements(momentum_buffer_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
-    momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
@@ -330,13 +330,13 @@ def rmsprop_bfloat16_centered_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
-    momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
@@ -368,13 +368,13 @@ def rmsprop_float16_centered_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
-    momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g

@@ -27,9 +27,9 @@ def rmsprop_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
@@ -38,8 +38,8 @@ def rmsprop_float32_tile(
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -56,7 +56,9 @@ def rmsprop_float32(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -76,14 +78,14 @@ def rmsprop_float32(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
             one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float32_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, live, alpha, eps, weight_decay, grad_scale,
-            one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float32_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
+                one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -93,10 +95,10 @@ def rmsprop_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
@@ -105,10 +107,10 @@ def rmsprop_bfloat16_tile(
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
+    put(square_avg_ptr, at, square_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
 
 
 @triton.jit
@@ -125,7 +127,9 @@ def rmsprop_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -145,14 +149,14 @@ def rmsprop_bfloat16(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
             one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, live, alpha, eps, weight_decay, grad_scale,
-            one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_bfloat16_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
+                one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -162,10 +166,10 @@ def rmsprop_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
@@ -174,8 +178,8 @@ def rmsprop_float16_tile(
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
@@ -192,7 +196,9 @@ def rmsprop_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -212,14 +218,14 @@ def rmsprop_float16(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
             one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, live, alpha, eps, weight_decay, grad_scale,
-            one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float16_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
+                one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -229,9 +235,9 @@ def rmsprop_float32_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
@@ -242,9 +248,9 @@ def rmsprop_float32_has_momentum_tile(
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -263,7 +269,9 @@ def rmsprop_float32_has_momentum(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -285,14 +293,14 @@ def rmsprop_float32_has_momentum(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
             weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, live, alpha, eps,
-            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float32_has_momentum_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -302,10 +310,10 @@ def rmsprop_bfloat16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
@@ -316,11 +324,11 @@ def rmsprop_bfloat16_has_momentum_tile(
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     # -- encode and store
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -339,7 +347,9 @@ def rmsprop_bfloat16_has_momentum(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -361,14 +371,14 @@ def rmsprop_bfloat16_has_momentum(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
             weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, live, alpha, eps,
-            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_bfloat16_has_momentum_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -378,10 +388,10 @@ def rmsprop_float16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
@@ -392,9 +402,9 @@ def rmsprop_float16_has_momentum_tile(
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
@@ -413,7 +423,9 @@ def rmsprop_float16_has_momentum(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -435,14 +447,14 @@ def rmsprop_float16_has_momentum(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
             weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, live, alpha, eps,
-            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float16_has_momentum_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -452,24 +464,24 @@ def rmsprop_float32_centered_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
-    square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
     put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -487,7 +499,9 @@ def rmsprop_float32_centered(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -509,14 +523,14 @@ def rmsprop_float32_centered(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
             weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float32_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, live, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float32_centered_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
+                weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -526,27 +540,27 @@ def rmsprop_bfloat16_centered_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
-    square_avg = get(square_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
+    put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(grad_avg_ptr, at, grad_avg, live, MASKED)
 
 
 @triton.jit
@@ -564,7 +578,9 @@ def rmsprop_bfloat16_centered(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -586,14 +602,14 @@ def rmsprop_bfloat16_centered(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
             weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_bfloat16_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, live, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_bfloat16_centered_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
+                weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -603,25 +619,25 @@ def rmsprop_float16_centered_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
-    square_avg = get(square_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
     put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
@@ -639,7 +655,9 @@ def rmsprop_float16_centered(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -661,14 +679,14 @@ def rmsprop_float16_centered(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
             weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float16_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, live, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float16_centered_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
+                weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -678,27 +696,27 @@ def rmsprop_float32_centered_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
-    square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
     put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -718,7 +736,9 @@ def rmsprop_float32_centered_has_momentum(
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -741,14 +761,14 @@ def rmsprop_float32_centered_has_momentum(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
             at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float32_centered_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float32_centered_has_momentum_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
+                few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -758,30 +778,30 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
-    square_avg = get(square_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
+    put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(grad_avg_ptr, at, grad_avg, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -801,7 +821,9 @@ def rmsprop_bfloat16_centered_has_momentum(
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -824,14 +846,14 @@ def rmsprop_bfloat16_centered_has_momentum(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
             at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_bfloat16_centered_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_bfloat16_centered_has_momentum_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
+                few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -841,28 +863,28 @@ def rmsprop_float16_centered_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
-    square_avg = get(square_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
     put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
@@ -882,7 +904,9 @@ def rmsprop_float16_centered_has_momentum(
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -905,14 +929,14 @@ def rmsprop_float16_centered_has_momentum(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
             at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float16_centered_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float16_centered_has_momentum_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
+                few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

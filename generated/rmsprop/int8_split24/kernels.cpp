@@ -83,23 +83,23 @@ struct rmsprop_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const I square_avg_code = load(square_avg_at + i);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
                 const F p_sqrt = sqrt(square_avg_2);
                 const F update = g_3 * reciprocal(p_sqrt + eps);           // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
+                const I square_avg_pattern = bits(p_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(p_sqrt);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -118,13 +118,13 @@ struct rmsprop_float32 {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -172,9 +172,9 @@ struct rmsprop_float32_small {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F square_avg = load(square_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                      // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -254,15 +254,15 @@ struct rmsprop_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I square_avg_code = load(square_avg_at + i);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
-                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
@@ -274,9 +274,9 @@ struct rmsprop_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(p_sqrt);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I square_avg_pattern = bits(p_sqrt);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -296,13 +296,13 @@ struct rmsprop_bfloat16 {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -367,13 +367,13 @@ struct rmsprop_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -459,21 +459,21 @@ struct rmsprop_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
+                const I square_avg_code = load(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
@@ -482,23 +482,23 @@ struct rmsprop_float16 {
                 const F p_sqrt = sqrt(square_avg_2);
                 const F update = g_2 / (p_sqrt + eps);                     // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 32768;
+                const I p_magnitude = p_bitcast & 2147483647;
+                const F p_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(p_sqrt);
-                const I p_bitcast = bits(p_2);
-                const I p_magnitude = p_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I square_avg_pattern = bits(p_sqrt);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -518,13 +518,13 @@ struct rmsprop_float16 {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -589,40 +589,40 @@ struct rmsprop_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             const F update = g_2 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -712,16 +712,16 @@ struct rmsprop_float32_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const I square_avg_code = load(square_avg_at + i);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F square_avg = square_avg_value * square_avg_value;
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
@@ -729,10 +729,10 @@ struct rmsprop_float32_has_momentum {
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_3, reciprocal(p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 * reciprocal_of_normal(254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);           // 38  p = p - lr * update
+                const I square_avg_pattern = bits(p_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(p_sqrt);
                 const F p_abs = abs(momentum_buffer);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
@@ -756,13 +756,13 @@ struct rmsprop_float32_has_momentum {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
@@ -822,9 +822,9 @@ struct rmsprop_float32_has_momentum_small {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);            // 27  g = l2(g, p, weight_decay)
@@ -922,20 +922,20 @@ struct rmsprop_bfloat16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I square_avg_code = load(square_avg_at + i);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F square_avg = square_avg_value * square_avg_value;
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
@@ -946,10 +946,10 @@ struct rmsprop_bfloat16_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(p_sqrt);
-                const F p_abs = abs(momentum_buffer);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I square_avg_pattern = bits(p_sqrt);
+                const F p_abs = abs(momentum_buffer);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 take_larger(momentum_buffer_top, bits(p_abs), i, end);
@@ -973,13 +973,13 @@ struct rmsprop_bfloat16_has_momentum {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
@@ -1056,13 +1056,13 @@ struct rmsprop_bfloat16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 27  g = l2(g, p, weight_decay)
@@ -1166,26 +1166,26 @@ struct rmsprop_float16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I square_avg_code = load(square_avg_at + i);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F square_avg = square_avg_value * square_avg_value;
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
@@ -1193,24 +1193,24 @@ struct rmsprop_float16_has_momentum {
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);           // 38  p = p - lr * update
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 32768;
+                const I p_magnitude = p_bitcast & 2147483647;
+                const F p_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(p_sqrt);
-                const F p_abs = abs(momentum_buffer);
-                const I p_bitcast = bits(p_2);
-                const I p_magnitude = p_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I square_avg_pattern = bits(p_sqrt);
+                const F p_abs = abs(momentum_buffer);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 take_larger(momentum_buffer_top, bits(p_abs), i, end);
@@ -1234,13 +1234,13 @@ struct rmsprop_float16_has_momentum {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
@@ -1317,19 +1317,19 @@ struct rmsprop_float16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
@@ -1338,21 +1338,21 @@ struct rmsprop_float16_has_momentum_small {
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -1417,16 +1417,16 @@ struct rmsprop_float32_centered {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I grad_avg_scale = load(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I square_avg_range = load(square_avg_range_at + b);
             const I square_avg_header = square_avg_range;
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
             store(square_avg_step_kept + b, square_avg_step);
@@ -1444,30 +1444,30 @@ struct rmsprop_float32_centered {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
                 const I grad_avg_code = load(grad_avg_at + i);
                 const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
+                const I square_avg_code = load(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
                 const F p_mul = one_minus_alpha * g_3;
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
                 const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+                const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 const F update = g_3 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
+                const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -1487,13 +1487,13 @@ struct rmsprop_float32_centered {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
             const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
@@ -1579,16 +1579,16 @@ struct rmsprop_float32_centered_small {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
-            const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_3;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             const F update = g_3 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
@@ -1656,16 +1656,16 @@ struct rmsprop_bfloat16_centered {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I grad_avg_scale = load(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I square_avg_range = load(square_avg_range_at + b);
             const I square_avg_header = square_avg_range;
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
             store(square_avg_step_kept + b, square_avg_step);
@@ -1683,26 +1683,26 @@ struct rmsprop_bfloat16_centered {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = bits(widen_bfloat16(p_stored));
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I grad_avg_code = load(grad_avg_at + i);
                 const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
+                const I square_avg_code = load(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
                 const F p_mul = one_minus_alpha * g_2;
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
                 const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 const F update = g_2 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
@@ -1710,9 +1710,9 @@ struct rmsprop_bfloat16_centered {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I square_avg_pattern = bits(sqrt(square_avg_2));
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -1733,13 +1733,13 @@ struct rmsprop_bfloat16_centered {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
             const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
@@ -1842,20 +1842,20 @@ struct rmsprop_bfloat16_centered_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
-            const F square_avg = load(square_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
@@ -1929,16 +1929,16 @@ struct rmsprop_float16_centered {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I grad_avg_scale = load(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I square_avg_range = load(square_avg_range_at + b);
             const I square_avg_header = square_avg_range;
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
             store(square_avg_step_kept + b, square_avg_step);
@@ -1956,53 +1956,53 @@ struct rmsprop_float16_centered {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I grad_avg_code = load(grad_avg_at + i);
                 const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const I square_avg_code = load(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
                 const F p_mul = one_minus_alpha * g_2;
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
                 const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 32768;
+                const I p_magnitude = p_bitcast & 2147483647;
+                const F p_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const I p_bitcast = bits(p_2);
-                const I p_magnitude = p_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I square_avg_pattern = bits(sqrt(square_avg_2));
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -2023,13 +2023,13 @@ struct rmsprop_float16_centered {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
             const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
@@ -2132,45 +2132,45 @@ struct rmsprop_float16_centered_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F square_avg = load(square_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -2254,16 +2254,16 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I grad_avg_scale = load(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I square_avg_range = load(square_avg_range_at + b);
             const I square_avg_header = square_avg_range;
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
@@ -2291,36 +2291,36 @@ struct rmsprop_float32_centered_has_momentum {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
                 const I grad_avg_code = load(grad_avg_at + i);
                 const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
+                const I square_avg_code = load(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F square_avg = square_avg_value * square_avg_value;
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
                 const F p_mul = one_minus_alpha * g_3;
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
                 const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+                const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_3, reciprocal(sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 * reciprocal_of_normal(254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
+                const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 const I noise = word_xor_2 ^ rotl(word, word_add);           // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const F p_abs = abs(momentum_buffer);
+                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 take_larger(momentum_buffer_top, bits(p_abs), i, end);
@@ -2345,13 +2345,13 @@ struct rmsprop_float32_centered_has_momentum {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
             const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
@@ -2450,17 +2450,17 @@ struct rmsprop_float32_centered_has_momentum_small {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
-            const F square_avg = load(square_avg_at + i);
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_3;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
@@ -2529,13 +2529,13 @@ struct rmsprop_bfloat16_centered_has_momentum {
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
             const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key;
-            const I word_mul = word_xor * 2146121005;
+            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
@@ -2549,16 +2549,16 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I grad_avg_scale = load(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I square_avg_range = load(square_avg_range_at + b);
             const I square_avg_header = square_avg_range;
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
@@ -2586,29 +2586,29 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = bits(widen_bfloat16(p_stored));
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I grad_avg_code = load(grad_avg_at + i);
                 const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
+                const I square_avg_code = load(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F square_avg = square_avg_value * square_avg_value;
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
                 const F p_mul = one_minus_alpha * g_2;
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
                 const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
@@ -2616,12 +2616,12 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise = word_xor_2 ^ rotl(word, word_add);           // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const F p_abs = abs(momentum_buffer);
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);         // 32 random bits: hash(element, tensor, step)
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise_2 & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const I square_avg_pattern = bits(sqrt(square_avg_2));
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);         // 32 random bits: hash(element, tensor, step)
+                const F p_abs = abs(momentum_buffer);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 take_larger(momentum_buffer_top, bits(p_abs), i, end);
@@ -2647,13 +2647,13 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
             const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
@@ -2769,21 +2769,21 @@ struct rmsprop_bfloat16_centered_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
-            const F square_avg = load(square_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
@@ -2858,13 +2858,13 @@ struct rmsprop_float16_centered_has_momentum {
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
             const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key;
-            const I word_mul = word_xor * 2146121005;
+            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
@@ -2878,16 +2878,16 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I grad_avg_scale = load(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I square_avg_range = load(square_avg_range_at + b);
             const I square_avg_header = square_avg_range;
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
@@ -2915,59 +2915,59 @@ struct rmsprop_float16_centered_has_momentum {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I grad_avg_code = load(grad_avg_at + i);
                 const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
+                const I square_avg_code = load(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F square_avg = square_avg_value * square_avg_value;
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
                 const F p_mul = one_minus_alpha * g_2;
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
                 const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise = word_xor_2 ^ rotl(word, word_add);           // 32 random bits: hash(element, tensor, step)
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const F p_abs = abs(momentum_buffer);
                 const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_magnitude = p_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
-                const I word_and_2 = noise_2 & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const F p_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * p_bitcast_2;
+                const I word_and = lane(i);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);         // 32 random bits: hash(element, tensor, step)
+                const I word_and_2 = noise_2 & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const I square_avg_pattern = bits(sqrt(square_avg_2));
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);         // 32 random bits: hash(element, tensor, step)
+                const F p_abs = abs(momentum_buffer);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 take_larger(momentum_buffer_top, bits(p_abs), i, end);
@@ -2993,13 +2993,13 @@ struct rmsprop_float16_centered_has_momentum {
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
             const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
             const I square_avg_start = square_avg_first << 22;
-            const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_scale = square_avg_cells_2 << 2;
+            const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
             const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
@@ -3115,47 +3115,47 @@ struct rmsprop_float16_centered_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F square_avg = load(square_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
+            const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -28,6 +28,7 @@ def rmsprop_float32(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     square_avg_range = b.per_block(square_avg_range_tensor)
@@ -40,7 +41,6 @@ def rmsprop_float32(
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
-    p = b.elements(p_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -49,6 +49,17 @@ def rmsprop_float32(
     update = g / (square_avg_range_sqrt + eps)                 # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                        # 38  p = p - lr * update
     # -- encode and store
+    square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
+    square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    square_avg_first = square_avg_above - square_avg_units
+    square_avg_start = square_avg_first << 22
+    square_avg_half = square_avg_units * 10240
+    square_avg_base = square_avg_start + square_avg_half
+    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -57,19 +68,8 @@ def rmsprop_float32(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
-    square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
-    square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
-    square_avg_half = square_avg_units * 10240
-    square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -88,9 +88,9 @@ def rmsprop_float32_small(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     square_avg = b.elements(square_avg_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
@@ -113,12 +113,13 @@ def rmsprop_bfloat16(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -127,7 +128,6 @@ def rmsprop_bfloat16(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -146,24 +146,24 @@ def rmsprop_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
     square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -180,13 +180,13 @@ def rmsprop_bfloat16_small(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
@@ -220,17 +220,19 @@ def rmsprop_float16(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -239,8 +241,6 @@ def rmsprop_float16(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -251,6 +251,12 @@ def rmsprop_float16(
     update = g / (square_avg_range_sqrt + eps)                 # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                        # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -259,36 +265,30 @@ def rmsprop_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
     square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -305,19 +305,19 @@ def rmsprop_float16_small(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
@@ -326,6 +326,12 @@ def rmsprop_float16_small(
     update = g / (sqrt(square_avg) + eps)                      # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                        # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -334,18 +340,12 @@ def rmsprop_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -364,6 +364,16 @@ def rmsprop_float32_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
+    momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = momentum_buffer_code.to(torch.int32).to(torch.float32)
+    momentum_buffer_code = momentum_buffer_code - 128.0
+    momentum_buffer_bend = momentum_buffer_code.abs()
+    momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     square_avg_range = b.per_block(square_avg_range_tensor)
@@ -374,18 +384,8 @@ def rmsprop_float32_has_momentum(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
-    momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
-    momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
-    momentum_buffer_code = momentum_buffer_code.to(torch.int32).to(torch.float32)
-    momentum_buffer_code = momentum_buffer_code - 128.0
-    momentum_buffer_bend = momentum_buffer_code.abs()
-    momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
-    p = b.elements(p_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                     # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -396,6 +396,17 @@ def rmsprop_float32_has_momentum(
     momentum_buffer = momentum * momentum_buffer_value + update
     p = p - lr * momentum_buffer                                 # 38  p = p - lr * update
     # -- encode and store
+    square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
+    square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    square_avg_first = square_avg_above - square_avg_units
+    square_avg_start = square_avg_first << 22
+    square_avg_half = square_avg_units * 10240
+    square_avg_base = square_avg_start + square_avg_half
+    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -404,19 +415,8 @@ def rmsprop_float32_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
-    square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
-    square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
-    square_avg_half = square_avg_units * 10240
-    square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -445,11 +445,11 @@ def rmsprop_float32_has_momentum_small(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    momentum_buffer = b.elements(momentum_buffer_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     square_avg = b.elements(square_avg_tensor)
-    momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -475,20 +475,11 @@ def rmsprop_bfloat16_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
-    square_avg_range = b.per_block(square_avg_range_tensor)
-    square_avg_header = square_avg_range.to(torch.int32)
-    square_avg_cells = (square_avg_header & 255).clamp(min=4)
-    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
-    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
-    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -498,7 +489,16 @@ def rmsprop_bfloat16_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    square_avg_range = b.per_block(square_avg_range_tensor)
+    square_avg_header = square_avg_range.to(torch.int32)
+    square_avg_cells = (square_avg_header & 255).clamp(min=4)
+    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
+    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
+    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -519,19 +519,21 @@ def rmsprop_bfloat16_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
     square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -543,8 +545,6 @@ def rmsprop_bfloat16_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -563,15 +563,15 @@ def rmsprop_bfloat16_has_momentum_small(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    square_avg = b.elements(square_avg_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    square_avg = b.elements(square_avg_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -608,25 +608,17 @@ def rmsprop_float16_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
-    square_avg_range = b.per_block(square_avg_range_tensor)
-    square_avg_header = square_avg_range.to(torch.int32)
-    square_avg_cells = (square_avg_header & 255).clamp(min=4)
-    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
-    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
-    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -636,8 +628,16 @@ def rmsprop_float16_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    square_avg_range = b.per_block(square_avg_range_tensor)
+    square_avg_header = square_avg_range.to(torch.int32)
+    square_avg_cells = (square_avg_header & 255).clamp(min=4)
+    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
+    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
+    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -650,6 +650,12 @@ def rmsprop_float16_has_momentum(
     momentum_buffer = momentum * momentum_buffer_value + update
     p = p - lr * momentum_buffer                                 # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -658,19 +664,27 @@ def rmsprop_float16_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
     square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -682,20 +696,6 @@ def rmsprop_float16_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -714,21 +714,21 @@ def rmsprop_float16_has_momentum_small(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    square_avg = b.elements(square_avg_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    square_avg = b.elements(square_avg_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -738,6 +738,12 @@ def rmsprop_float16_has_momentum_small(
     momentum_buffer = momentum * momentum_buffer + update
     p = p - lr * momentum_buffer                               # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -746,18 +752,12 @@ def rmsprop_float16_has_momentum_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -776,6 +776,7 @@ def rmsprop_float32_centered(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     square_avg_range = b.per_block(square_avg_range_tensor)
@@ -786,6 +787,8 @@ def rmsprop_float32_centered(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
@@ -795,11 +798,8 @@ def rmsprop_float32_centered(
     grad_avg_code = grad_avg_code - 128.0
     grad_avg_bend = grad_avg_code.abs()
     grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
-    p = b.elements(p_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
@@ -811,6 +811,17 @@ def rmsprop_float32_centered(
     update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                           # 38  p = p - lr * update
     # -- encode and store
+    square_avg_pattern = sqrt(square_avg).view(torch.int32)
+    square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    square_avg_first = square_avg_above - square_avg_units
+    square_avg_start = square_avg_first << 22
+    square_avg_half = square_avg_units * 10240
+    square_avg_base = square_avg_start + square_avg_half
+    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -819,19 +830,8 @@ def rmsprop_float32_centered(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
-    square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
-    square_avg_half = square_avg_units * 10240
-    square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -864,9 +864,9 @@ def rmsprop_float32_centered_small(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
@@ -895,12 +895,13 @@ def rmsprop_bfloat16_centered(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -909,6 +910,8 @@ def rmsprop_bfloat16_centered(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
@@ -918,9 +921,6 @@ def rmsprop_bfloat16_centered(
     grad_avg_code = grad_avg_code - 128.0
     grad_avg_bend = grad_avg_code.abs()
     grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -942,19 +942,21 @@ def rmsprop_bfloat16_centered(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
     square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -970,8 +972,6 @@ def rmsprop_bfloat16_centered(
     grad_avg_scale_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
     grad_avg_exact = grad_avg_value / (grad_avg_scale_mul + grad_avg_scale_abs * 0.003937007874015748)
     grad_avg_pattern = (grad_avg_exact + 3200.0).view(torch.int32)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -990,13 +990,13 @@ def rmsprop_bfloat16_centered_small(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
@@ -1036,17 +1036,19 @@ def rmsprop_float16_centered(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -1055,6 +1057,8 @@ def rmsprop_float16_centered(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
@@ -1064,10 +1068,6 @@ def rmsprop_float16_centered(
     grad_avg_code = grad_avg_code - 128.0
     grad_avg_bend = grad_avg_code.abs()
     grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -1081,6 +1081,12 @@ def rmsprop_float16_centered(
     update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                           # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -1089,19 +1095,27 @@ def rmsprop_float16_centered(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
     square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -1117,20 +1131,6 @@ def rmsprop_float16_centered(
     grad_avg_scale_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
     grad_avg_exact = grad_avg_value / (grad_avg_scale_mul + grad_avg_scale_abs * 0.003937007874015748)
     grad_avg_pattern = (grad_avg_exact + 3200.0).view(torch.int32)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -1149,19 +1149,19 @@ def rmsprop_float16_centered_small(
         p_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
@@ -1175,6 +1175,12 @@ def rmsprop_float16_centered_small(
     update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                           # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -1183,18 +1189,12 @@ def rmsprop_float16_centered_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1214,6 +1214,16 @@ def rmsprop_float32_centered_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
+    momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = momentum_buffer_code.to(torch.int32).to(torch.float32)
+    momentum_buffer_code = momentum_buffer_code - 128.0
+    momentum_buffer_bend = momentum_buffer_code.abs()
+    momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     square_avg_range = b.per_block(square_avg_range_tensor)
@@ -1224,6 +1234,8 @@ def rmsprop_float32_centered_has_momentum(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
@@ -1233,20 +1245,8 @@ def rmsprop_float32_centered_has_momentum(
     grad_avg_code = grad_avg_code - 128.0
     grad_avg_bend = grad_avg_code.abs()
     grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
-    momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
-    momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
-    momentum_buffer_code = momentum_buffer_code.to(torch.int32).to(torch.float32)
-    momentum_buffer_code = momentum_buffer_code - 128.0
-    momentum_buffer_bend = momentum_buffer_code.abs()
-    momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
-    p = b.elements(p_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
@@ -1260,6 +1260,17 @@ def rmsprop_float32_centered_has_momentum(
     momentum_buffer = momentum * momentum_buffer_value + update
     p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
     # -- encode and store
+    square_avg_pattern = sqrt(square_avg).view(torch.int32)
+    square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    square_avg_first = square_avg_above - square_avg_units
+    square_avg_start = square_avg_first << 22
+    square_avg_half = square_avg_units * 10240
+    square_avg_base = square_avg_start + square_avg_half
+    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
     word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -1270,26 +1281,8 @@ def rmsprop_float32_centered_has_momentum(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
-    square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
-    square_avg_half = square_avg_units * 10240
-    square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -1313,6 +1306,13 @@ def rmsprop_float32_centered_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
+    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    # 32 random bits: hash(element, tensor, step)
+    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     b.store(p_tensor, p)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
@@ -1332,12 +1332,12 @@ def rmsprop_float32_centered_has_momentum_small(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    momentum_buffer = b.elements(momentum_buffer_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
-    momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
@@ -1368,29 +1368,11 @@ def rmsprop_bfloat16_centered_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
-    square_avg_range = b.per_block(square_avg_range_tensor)
-    square_avg_header = square_avg_range.to(torch.int32)
-    square_avg_cells = (square_avg_header & 255).clamp(min=4)
-    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
-    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
-    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
-    grad_avg_scale = b.per_block(grad_avg_scale_tensor)
-    grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
-    grad_avg_code = grad_avg_code.to(torch.int32).to(torch.float32)
-    grad_avg_code = grad_avg_code - 128.0
-    grad_avg_bend = grad_avg_code.abs()
-    grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -1400,9 +1382,27 @@ def rmsprop_bfloat16_centered_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    square_avg_range = b.per_block(square_avg_range_tensor)
+    square_avg_header = square_avg_range.to(torch.int32)
+    square_avg_cells = (square_avg_header & 255).clamp(min=4)
+    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
+    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
+    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
+    grad_avg_scale = b.per_block(grad_avg_scale_tensor)
+    grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
+    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = grad_avg_code.to(torch.int32).to(torch.float32)
+    grad_avg_code = grad_avg_code - 128.0
+    grad_avg_bend = grad_avg_code.abs()
+    grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -1419,7 +1419,7 @@ def rmsprop_bfloat16_centered_has_momentum(
     p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
     # -- encode and store
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
@@ -1427,27 +1427,28 @@ def rmsprop_bfloat16_centered_has_momentum(
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise_2 & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
     square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
+    word_mul = word_xor * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)  # 32 random bits: hash(element, tensor, step)
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -1471,8 +1472,6 @@ def rmsprop_bfloat16_centered_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise_2 & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -1493,16 +1492,16 @@ def rmsprop_bfloat16_centered_has_momentum_small(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
-    momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
@@ -1544,34 +1543,17 @@ def rmsprop_float16_centered_has_momentum(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
-    square_avg_range = b.per_block(square_avg_range_tensor)
-    square_avg_header = square_avg_range.to(torch.int32)
-    square_avg_cells = (square_avg_header & 255).clamp(min=4)
-    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
-    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
-    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
-    grad_avg_scale = b.per_block(grad_avg_scale_tensor)
-    grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
-    grad_avg_code = grad_avg_code.to(torch.int32).to(torch.float32)
-    grad_avg_code = grad_avg_code - 128.0
-    grad_avg_bend = grad_avg_code.abs()
-    grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -1581,10 +1563,27 @@ def rmsprop_float16_centered_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    square_avg_range = b.per_block(square_avg_range_tensor)
+    square_avg_header = square_avg_range.to(torch.int32)
+    square_avg_cells = (square_avg_header & 255).clamp(min=4)
+    square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
+    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
+    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
+    grad_avg_scale = b.per_block(grad_avg_scale_tensor)
+    grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
+    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = grad_avg_code.to(torch.int32).to(torch.float32)
+    grad_avg_code = grad_avg_code - 128.0
+    grad_avg_bend = grad_avg_code.abs()
+    grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -1600,8 +1599,14 @@ def rmsprop_float16_centered_has_momentum(
     momentum_buffer = momentum * momentum_buffer_value + update
     p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
@@ -1609,27 +1614,34 @@ def rmsprop_float16_centered_has_momentum(
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    word_and = noise_2 & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub
     square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
+    word_mul = word_xor * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)  # 32 random bits: hash(element, tensor, step)
+    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -1653,20 +1665,6 @@ def rmsprop_float16_centered_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise_2 & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -1687,22 +1685,22 @@ def rmsprop_float16_centered_has_momentum_small(
         p_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
-    momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/rmsprop.py)
     g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
@@ -1716,6 +1714,12 @@ def rmsprop_float16_centered_has_momentum_small(
     momentum_buffer = momentum * momentum_buffer + update
     p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -1724,18 +1728,12 @@ def rmsprop_float16_centered_has_momentum_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1748,6 +1746,7 @@ def rmsprop_float16_centered_has_momentum_small(
 def rmsprop_float32_decode(p_tensor, square_avg_tensor, square_avg_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -1758,7 +1757,6 @@ def rmsprop_float32_decode(p_tensor, square_avg_tensor, square_avg_range_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "square_avg": b.flat(square_avg),
@@ -1768,17 +1766,17 @@ def rmsprop_float32_decode(p_tensor, square_avg_tensor, square_avg_range_tensor)
 def rmsprop_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_square_avg = b.elements(values["square_avg"])
     in_p = b.elements(values["p"])
+    in_square_avg = b.elements(values["square_avg"])
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -1814,10 +1812,11 @@ def rmsprop_float32_small_encode(values):
 def rmsprop_bfloat16_decode(p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -1826,7 +1825,6 @@ def rmsprop_bfloat16_decode(p_tensor, weight_low_tensor, square_avg_tensor, squa
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     return {
@@ -1838,22 +1836,22 @@ def rmsprop_bfloat16_decode(p_tensor, weight_low_tensor, square_avg_tensor, squa
 def rmsprop_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_square_avg = b.elements(values["square_avg"])
     in_p = b.elements(values["p"])
+    in_square_avg = b.elements(values["square_avg"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1865,10 +1863,10 @@ def rmsprop_bfloat16_encode(values):
 def rmsprop_bfloat16_small_decode(p_tensor, weight_low_tensor, square_avg_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg = b.elements(square_avg_tensor)
     return {
@@ -1894,15 +1892,17 @@ def rmsprop_bfloat16_small_encode(values):
 def rmsprop_float16_decode(p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -1911,8 +1911,6 @@ def rmsprop_float16_decode(p_tensor, weight_low_tensor, square_avg_tensor, squar
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     return {
@@ -1924,33 +1922,33 @@ def rmsprop_float16_decode(p_tensor, weight_low_tensor, square_avg_tensor, squar
 def rmsprop_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_square_avg = b.elements(values["square_avg"])
     in_p = b.elements(values["p"])
+    in_square_avg = b.elements(values["square_avg"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1962,14 +1960,14 @@ def rmsprop_float16_encode(values):
 def rmsprop_float16_small_decode(p_tensor, weight_low_tensor, square_avg_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -1986,16 +1984,16 @@ def rmsprop_float16_small_encode(values):
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -2011,6 +2009,7 @@ def rmsprop_float32_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -2019,6 +2018,8 @@ def rmsprop_float32_has_momentum_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -2028,9 +2029,6 @@ def rmsprop_float32_has_momentum_decode(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "square_avg": b.flat(square_avg),
@@ -2041,18 +2039,18 @@ def rmsprop_float32_has_momentum_decode(
 def rmsprop_float32_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    in_p = b.elements(values["p"])
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -2104,10 +2102,11 @@ def rmsprop_bfloat16_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -2116,6 +2115,8 @@ def rmsprop_bfloat16_has_momentum_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -2125,9 +2126,6 @@ def rmsprop_bfloat16_has_momentum_decode(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     return {
         "p": b.flat(p),
         "square_avg": b.flat(square_avg),
@@ -2138,18 +2136,20 @@ def rmsprop_bfloat16_has_momentum_decode(
 def rmsprop_bfloat16_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -2160,8 +2160,6 @@ def rmsprop_bfloat16_has_momentum_encode(values):
     momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
     in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -2177,10 +2175,10 @@ def rmsprop_bfloat16_has_momentum_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg = b.elements(square_avg_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
@@ -2213,15 +2211,17 @@ def rmsprop_float16_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -2230,6 +2230,8 @@ def rmsprop_float16_has_momentum_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -2239,10 +2241,6 @@ def rmsprop_float16_has_momentum_decode(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     return {
         "p": b.flat(p),
         "square_avg": b.flat(square_avg),
@@ -2253,18 +2251,31 @@ def rmsprop_float16_has_momentum_decode(
 def rmsprop_float16_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -2275,19 +2286,6 @@ def rmsprop_float16_has_momentum_encode(values):
     momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
     in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -2303,14 +2301,14 @@ def rmsprop_float16_has_momentum_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -2330,16 +2328,16 @@ def rmsprop_float16_has_momentum_small_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -2355,6 +2353,7 @@ def rmsprop_float32_centered_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -2363,6 +2362,8 @@ def rmsprop_float32_centered_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
@@ -2372,11 +2373,8 @@ def rmsprop_float32_centered_decode(
     grad_avg_code = grad_avg_code - 128.0
     grad_avg_bend = grad_avg_code.abs()
     grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "square_avg": b.flat(square_avg),
@@ -2387,18 +2385,18 @@ def rmsprop_float32_centered_decode(
 def rmsprop_float32_centered_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
-    in_p = b.elements(values["p"])
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -2454,10 +2452,11 @@ def rmsprop_bfloat16_centered_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -2466,6 +2465,8 @@ def rmsprop_bfloat16_centered_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
@@ -2475,9 +2476,6 @@ def rmsprop_bfloat16_centered_decode(
     grad_avg_code = grad_avg_code - 128.0
     grad_avg_bend = grad_avg_code.abs()
     grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     return {
@@ -2490,18 +2488,20 @@ def rmsprop_bfloat16_centered_decode(
 def rmsprop_bfloat16_centered_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -2516,8 +2516,6 @@ def rmsprop_bfloat16_centered_encode(values):
     grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
     in_grad_avg_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
     grad_avg_exact = grad_avg_value / (in_grad_avg_mul + in_grad_avg_abs * 0.003937007874015748)
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -2531,10 +2529,10 @@ def rmsprop_bfloat16_centered_encode(values):
 def rmsprop_bfloat16_centered_small_decode(p_tensor, weight_low_tensor, square_avg_tensor, grad_avg_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
@@ -2567,15 +2565,17 @@ def rmsprop_float16_centered_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -2584,6 +2584,8 @@ def rmsprop_float16_centered_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
@@ -2593,10 +2595,6 @@ def rmsprop_float16_centered_decode(
     grad_avg_code = grad_avg_code - 128.0
     grad_avg_bend = grad_avg_code.abs()
     grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     return {
@@ -2609,18 +2607,31 @@ def rmsprop_float16_centered_decode(
 def rmsprop_float16_centered_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -2635,19 +2646,6 @@ def rmsprop_float16_centered_encode(values):
     grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
     in_grad_avg_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
     grad_avg_exact = grad_avg_value / (in_grad_avg_mul + in_grad_avg_abs * 0.003937007874015748)
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -2661,14 +2659,14 @@ def rmsprop_float16_centered_encode(values):
 def rmsprop_float16_centered_small_decode(p_tensor, weight_low_tensor, square_avg_tensor, grad_avg_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -2688,16 +2686,16 @@ def rmsprop_float16_centered_small_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -2714,6 +2712,7 @@ def rmsprop_float32_centered_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -2722,6 +2721,8 @@ def rmsprop_float32_centered_has_momentum_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
@@ -2731,6 +2732,8 @@ def rmsprop_float32_centered_has_momentum_decode(
     grad_avg_code = grad_avg_code - 128.0
     grad_avg_bend = grad_avg_code.abs()
     grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    grad_avg = grad_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -2740,11 +2743,6 @@ def rmsprop_float32_centered_has_momentum_decode(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    grad_avg = grad_avg_value * square_avg_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "square_avg": b.flat(square_avg),
@@ -2756,19 +2754,19 @@ def rmsprop_float32_centered_has_momentum_decode(
 def rmsprop_float32_centered_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    in_p = b.elements(values["p"])
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -2839,10 +2837,11 @@ def rmsprop_bfloat16_centered_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -2851,6 +2850,8 @@ def rmsprop_bfloat16_centered_has_momentum_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
@@ -2860,6 +2861,8 @@ def rmsprop_bfloat16_centered_has_momentum_decode(
     grad_avg_code = grad_avg_code - 128.0
     grad_avg_bend = grad_avg_code.abs()
     grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    grad_avg = grad_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -2869,11 +2872,6 @@ def rmsprop_bfloat16_centered_has_momentum_decode(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    grad_avg = grad_avg_value * square_avg_value
     return {
         "p": b.flat(p),
         "square_avg": b.flat(square_avg),
@@ -2885,19 +2883,21 @@ def rmsprop_bfloat16_centered_has_momentum_decode(
 def rmsprop_bfloat16_centered_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -2919,8 +2919,6 @@ def rmsprop_bfloat16_centered_has_momentum_encode(values):
     momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
     in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -2938,10 +2936,10 @@ def rmsprop_bfloat16_centered_has_momentum_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
@@ -2978,15 +2976,17 @@ def rmsprop_float16_centered_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
@@ -2995,6 +2995,8 @@ def rmsprop_float16_centered_has_momentum_decode(
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_value = (square_avg_middle + square_avg_code.to(torch.int32) * square_avg_step).view(torch.float32)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
@@ -3004,6 +3006,8 @@ def rmsprop_float16_centered_has_momentum_decode(
     grad_avg_code = grad_avg_code - 128.0
     grad_avg_bend = grad_avg_code.abs()
     grad_avg_value = grad_avg_scale * (grad_avg_code / (254.0 - grad_avg_bend))
+    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+    grad_avg = grad_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -3013,12 +3017,6 @@ def rmsprop_float16_centered_has_momentum_decode(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
-    # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-    grad_avg = grad_avg_value * square_avg_value
     return {
         "p": b.flat(p),
         "square_avg": b.flat(square_avg),
@@ -3030,19 +3028,32 @@ def rmsprop_float16_centered_has_momentum_decode(
 def rmsprop_float16_centered_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
     square_avg_above = (block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    square_avg_scale = square_avg_cells << 2
     square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
@@ -3064,19 +3075,6 @@ def rmsprop_float16_centered_has_momentum_encode(values):
     momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
     in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -3094,14 +3092,14 @@ def rmsprop_float16_centered_has_momentum_small_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -3124,16 +3122,16 @@ def rmsprop_float16_centered_has_momentum_small_encode(values):
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

@@ -17,7 +17,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -27,6 +27,7 @@ def rmsprop_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
@@ -39,7 +40,6 @@ def rmsprop_float32_tile(
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -48,6 +48,18 @@ def rmsprop_float32_tile(
     update = g * reciprocal(p_sqrt + eps)                            # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
+    square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
+    square_avg_first = square_avg_above - square_avg_units
+    square_avg_start = square_avg_first << 22
+    square_avg_half = square_avg_units * 10240
+    square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -56,23 +68,11 @@ def rmsprop_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
-    square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
-    square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
-    square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
-    square_avg_half = square_avg_units * 10240
-    square_avg_base = square_avg_start + square_avg_half
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
-    put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
@@ -94,14 +94,16 @@ def rmsprop_float32(
     columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -113,6 +115,9 @@ def rmsprop_float32(
                 weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -121,6 +126,7 @@ def rmsprop_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float32_tile(
@@ -137,16 +143,17 @@ def rmsprop_float32(
                 at, at_block, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_float32_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS, at, at_block,
-                live, live_block, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_float32_tile(
+                    p_ptr + start, g_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
+                )
 
 
 @triton.jit
@@ -156,9 +163,9 @@ def rmsprop_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
@@ -167,8 +174,8 @@ def rmsprop_float32_small_tile(
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -185,7 +192,9 @@ def rmsprop_float32_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -205,14 +214,14 @@ def rmsprop_float32_small(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
             one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float32_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, live, alpha, eps, weight_decay, grad_scale,
-            one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float32_small_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
+                one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -223,10 +232,12 @@ def rmsprop_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -235,8 +246,6 @@ def rmsprop_bfloat16_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -255,26 +264,26 @@ def rmsprop_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
     square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
@@ -297,14 +306,16 @@ def rmsprop_bfloat16(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -316,6 +327,9 @@ def rmsprop_bfloat16(
                 number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -325,6 +339,7 @@ def rmsprop_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_bfloat16_tile(
@@ -341,16 +356,17 @@ def rmsprop_bfloat16(
                 square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, alpha, eps,
                 weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, alpha, eps,
-                weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
+                )
 
 
 @triton.jit
@@ -360,12 +376,12 @@ def rmsprop_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
@@ -374,6 +390,7 @@ def rmsprop_bfloat16_small_tile(
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
+    put(square_avg_ptr, at, square_avg, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -383,10 +400,9 @@ def rmsprop_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
 
 
 @triton.jit
@@ -405,7 +421,9 @@ def rmsprop_bfloat16_small(
     square_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -414,6 +432,7 @@ def rmsprop_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_bfloat16_small_tile(
@@ -429,15 +448,15 @@ def rmsprop_bfloat16_small(
             before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
             stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, live,
-            before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
+                before + start + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
+            )
 
 
 @triton.jit
@@ -448,17 +467,19 @@ def rmsprop_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -467,8 +488,6 @@ def rmsprop_float16_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
@@ -479,6 +498,11 @@ def rmsprop_float16_tile(
     update = g * reciprocal(p_sqrt + eps)                            # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -487,37 +511,32 @@ def rmsprop_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
     square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
@@ -540,14 +559,16 @@ def rmsprop_float16(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -559,6 +580,9 @@ def rmsprop_float16(
                 number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -568,6 +592,7 @@ def rmsprop_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float16_tile(
@@ -584,16 +609,17 @@ def rmsprop_float16(
                 square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, alpha, eps,
                 weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, alpha, eps,
-                weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
+                )
 
 
 @triton.jit
@@ -603,19 +629,19 @@ def rmsprop_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
@@ -624,6 +650,12 @@ def rmsprop_float16_small_tile(
     update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -632,22 +664,16 @@ def rmsprop_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
 
 
 @triton.jit
@@ -666,7 +692,9 @@ def rmsprop_float16_small(
     square_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -675,6 +703,7 @@ def rmsprop_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float16_small_tile(
@@ -690,15 +719,15 @@ def rmsprop_float16_small(
             before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
             stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, live,
-            before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
+                before + start + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
+            )
 
 
 @triton.jit
@@ -709,6 +738,7 @@ def rmsprop_float32_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
@@ -719,6 +749,8 @@ def rmsprop_float32_has_momentum_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -726,9 +758,6 @@ def rmsprop_float32_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -739,6 +768,18 @@ def rmsprop_float32_has_momentum_tile(
     momentum_buffer = tl.fma(g, reciprocal(p_sqrt + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
+    square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
+    square_avg_first = square_avg_above - square_avg_units
+    square_avg_start = square_avg_first << 22
+    square_avg_half = square_avg_units * 10240
+    square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -747,33 +788,21 @@ def rmsprop_float32_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
-    square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
-    square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
-    square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
-    square_avg_half = square_avg_units * 10240
-    square_avg_base = square_avg_start + square_avg_half
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -797,14 +826,16 @@ def rmsprop_float32_has_momentum(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -817,6 +848,9 @@ def rmsprop_float32_has_momentum(
                 minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -827,6 +861,7 @@ def rmsprop_float32_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float32_has_momentum_tile(
@@ -845,17 +880,18 @@ def rmsprop_float32_has_momentum(
                 before + start + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
                 stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
-                momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-                stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_float32_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -865,9 +901,9 @@ def rmsprop_float32_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
@@ -878,9 +914,9 @@ def rmsprop_float32_has_momentum_small_tile(
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -899,7 +935,9 @@ def rmsprop_float32_has_momentum_small(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -921,14 +959,14 @@ def rmsprop_float32_has_momentum_small(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
             weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, live, alpha, eps,
-            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float32_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
+                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -939,10 +977,12 @@ def rmsprop_bfloat16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -951,6 +991,8 @@ def rmsprop_bfloat16_has_momentum_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -958,10 +1000,6 @@ def rmsprop_bfloat16_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -980,36 +1018,36 @@ def rmsprop_bfloat16_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
     square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -1034,14 +1072,16 @@ def rmsprop_bfloat16_has_momentum(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1054,6 +1094,9 @@ def rmsprop_bfloat16_has_momentum(
                 grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1065,6 +1108,7 @@ def rmsprop_bfloat16_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_bfloat16_has_momentum_tile(
@@ -1083,17 +1127,18 @@ def rmsprop_bfloat16_has_momentum(
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, alpha, eps,
                 weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, alpha,
-                eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_bfloat16_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1104,12 +1149,12 @@ def rmsprop_bfloat16_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
@@ -1120,6 +1165,8 @@ def rmsprop_bfloat16_has_momentum_small_tile(
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     # -- encode and store
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1129,11 +1176,9 @@ def rmsprop_bfloat16_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -1154,7 +1199,9 @@ def rmsprop_bfloat16_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1164,6 +1211,7 @@ def rmsprop_bfloat16_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_bfloat16_has_momentum_small_tile(
@@ -1180,15 +1228,15 @@ def rmsprop_bfloat16_has_momentum_small(
             momentum_buffer_ptr + start, at, at, before + start + at, alpha, eps, weight_decay, momentum, grad_scale,
             one_minus_alpha, minus_lr, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_bfloat16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-            momentum_buffer_ptr + start, at, live, before + start + at, alpha, eps, weight_decay, momentum,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_bfloat16_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                momentum_buffer_ptr + start, few, live, before + start + few, alpha, eps, weight_decay, momentum,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -1199,17 +1247,19 @@ def rmsprop_float16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -1218,6 +1268,8 @@ def rmsprop_float16_has_momentum_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -1225,10 +1277,6 @@ def rmsprop_float16_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -1239,6 +1287,11 @@ def rmsprop_float16_has_momentum_tile(
     momentum_buffer = tl.fma(g, reciprocal(p_sqrt + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1247,47 +1300,42 @@ def rmsprop_float16_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
     square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -1312,14 +1360,16 @@ def rmsprop_float16_has_momentum(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1332,6 +1382,9 @@ def rmsprop_float16_has_momentum(
                 grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1343,6 +1396,7 @@ def rmsprop_float16_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float16_has_momentum_tile(
@@ -1361,17 +1415,18 @@ def rmsprop_float16_has_momentum(
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, alpha, eps,
                 weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, alpha,
-                eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_float16_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1382,19 +1437,19 @@ def rmsprop_float16_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
@@ -1405,6 +1460,13 @@ def rmsprop_float16_has_momentum_small_tile(
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     # -- encode and store
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1413,23 +1475,16 @@ def rmsprop_float16_has_momentum_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -1450,7 +1505,9 @@ def rmsprop_float16_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1460,6 +1517,7 @@ def rmsprop_float16_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float16_has_momentum_small_tile(
@@ -1476,15 +1534,15 @@ def rmsprop_float16_has_momentum_small(
             momentum_buffer_ptr + start, at, at, before + start + at, alpha, eps, weight_decay, momentum, grad_scale,
             one_minus_alpha, minus_lr, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-            momentum_buffer_ptr + start, at, live, before + start + at, alpha, eps, weight_decay, momentum,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float16_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                momentum_buffer_ptr + start, few, live, before + start + few, alpha, eps, weight_decay, momentum,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -1495,8 +1553,16 @@ def rmsprop_float32_centered_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
+    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
+    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
+    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
+    grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -1505,28 +1571,32 @@ def rmsprop_float32_centered_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
-    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
-    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = counter(grad_avg_code) - 8388736.0
-    grad_avg_bend = tl.abs(grad_avg_code)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
+    p_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
+    square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
+    square_avg_first = square_avg_above - square_avg_units
+    square_avg_start = square_avg_first << 22
+    square_avg_half = square_avg_units * 10240
+    square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1535,22 +1605,13 @@ def rmsprop_float32_centered_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
-    square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
-    square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
-    square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
-    square_avg_half = square_avg_units * 10240
-    square_avg_base = square_avg_start + square_avg_half
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
@@ -1559,14 +1620,11 @@ def rmsprop_float32_centered_tile(
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -1589,14 +1647,16 @@ def rmsprop_float32_centered(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1609,6 +1669,9 @@ def rmsprop_float32_centered(
                 stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1619,6 +1682,7 @@ def rmsprop_float32_centered(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float32_centered_tile(
@@ -1637,17 +1701,18 @@ def rmsprop_float32_centered(
                 before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
                 stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_float32_centered_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
-                grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_float32_centered_tile(
+                    p_ptr + start, g_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
+                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
+                )
 
 
 @triton.jit
@@ -1657,24 +1722,24 @@ def rmsprop_float32_centered_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
-    square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
     put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -1692,7 +1757,9 @@ def rmsprop_float32_centered_small(
     square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1714,14 +1781,14 @@ def rmsprop_float32_centered_small(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
             weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float32_centered_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, live, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float32_centered_small_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
+                weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -1732,10 +1799,19 @@ def rmsprop_bfloat16_centered_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
+    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
+    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
+    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
+    grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -1744,24 +1820,15 @@ def rmsprop_bfloat16_centered_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
-    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
-    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = counter(grad_avg_code) - 8388736.0
-    grad_avg_bend = tl.abs(grad_avg_code)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
+    p_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
@@ -1775,22 +1842,28 @@ def rmsprop_bfloat16_centered_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
     square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
@@ -1799,17 +1872,11 @@ def rmsprop_bfloat16_centered_tile(
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(grad_avg_ptr, at, (grad_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -1833,14 +1900,16 @@ def rmsprop_bfloat16_centered(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1853,6 +1922,9 @@ def rmsprop_bfloat16_centered(
                 step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1864,6 +1936,7 @@ def rmsprop_bfloat16_centered(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_bfloat16_centered_tile(
@@ -1882,17 +1955,18 @@ def rmsprop_bfloat16_centered(
                 at_block, at, at_block, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                 minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_bfloat16_centered_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_bfloat16_centered_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
+                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
+                )
 
 
 @triton.jit
@@ -1902,24 +1976,26 @@ def rmsprop_bfloat16_centered_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    square_avg = get(square_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
+    put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1929,11 +2005,9 @@ def rmsprop_bfloat16_centered_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(grad_avg_ptr, at, grad_avg, live, MASKED)
 
 
 @triton.jit
@@ -1953,7 +2027,9 @@ def rmsprop_bfloat16_centered_small(
     grad_avg_ptr = pointer(row + 4, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1963,6 +2039,7 @@ def rmsprop_bfloat16_centered_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_bfloat16_centered_small_tile(
@@ -1979,15 +2056,15 @@ def rmsprop_bfloat16_centered_small(
             at, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
             stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_bfloat16_centered_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-            live, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_bfloat16_centered_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
+                live, before + start + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
+            )
 
 
 @triton.jit
@@ -1998,17 +2075,26 @@ def rmsprop_float16_centered_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
+    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
+    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
+    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
+    grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -2017,29 +2103,25 @@ def rmsprop_float16_centered_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
-    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
-    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = counter(grad_avg_code) - 8388736.0
-    grad_avg_bend = tl.abs(grad_avg_code)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
+    p_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -2048,22 +2130,34 @@ def rmsprop_float16_centered_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
     square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
@@ -2072,28 +2166,11 @@ def rmsprop_float16_centered_tile(
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     put(grad_avg_ptr, at, (grad_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -2117,14 +2194,16 @@ def rmsprop_float16_centered(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -2137,6 +2216,9 @@ def rmsprop_float16_centered(
                 step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -2148,6 +2230,7 @@ def rmsprop_float16_centered(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float16_centered_tile(
@@ -2166,17 +2249,18 @@ def rmsprop_float16_centered(
                 at_block, at, at_block, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                 minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_float16_centered_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_float16_centered_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
+                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
+                )
 
 
 @triton.jit
@@ -2186,31 +2270,38 @@ def rmsprop_float16_centered_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    square_avg = get(square_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
+    put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -2219,23 +2310,16 @@ def rmsprop_float16_centered_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(grad_avg_ptr, at, grad_avg, live, MASKED)
 
 
 @triton.jit
@@ -2255,7 +2339,9 @@ def rmsprop_float16_centered_small(
     grad_avg_ptr = pointer(row + 4, tl.float32, ALIGNED)              # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -2265,6 +2351,7 @@ def rmsprop_float16_centered_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float16_centered_small_tile(
@@ -2281,15 +2368,15 @@ def rmsprop_float16_centered_small(
             at, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
             stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float16_centered_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-            live, before + start + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-            stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float16_centered_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
+                live, before + start + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
+            )
 
 
 @triton.jit
@@ -2301,8 +2388,16 @@ def rmsprop_float32_centered_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
+    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
+    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
+    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
+    grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -2311,13 +2406,8 @@ def rmsprop_float32_centered_has_momentum_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
-    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
-    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = counter(grad_avg_code) - 8388736.0
-    grad_avg_bend = tl.abs(grad_avg_code)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -2325,16 +2415,13 @@ def rmsprop_float32_centered_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
+    p_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
@@ -2342,6 +2429,18 @@ def rmsprop_float32_centered_has_momentum_tile(
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
+    square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
+    square_avg_first = square_avg_above - square_avg_units
+    square_avg_start = square_avg_first << 22
+    square_avg_half = square_avg_units * 10240
+    square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
     word_mul = word_xor * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -2352,29 +2451,13 @@ def rmsprop_float32_centered_has_momentum_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
-    square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
-    square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
-    square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
-    square_avg_half = square_avg_units * 10240
-    square_avg_base = square_avg_start + square_avg_half
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
@@ -2383,23 +2466,27 @@ def rmsprop_float32_centered_has_momentum_tile(
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    # 32 random bits: hash(element, tensor, step)
+    noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -2425,14 +2512,16 @@ def rmsprop_float32_centered_has_momentum(
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -2445,6 +2534,9 @@ def rmsprop_float32_centered_has_momentum(
                 weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -2457,6 +2549,7 @@ def rmsprop_float32_centered_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float32_centered_has_momentum_tile(
@@ -2476,17 +2569,19 @@ def rmsprop_float32_centered_has_momentum(
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, alpha, eps,
                 weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_float32_centered_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
-                grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, alpha,
-                eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_float32_centered_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
+                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -2496,27 +2591,27 @@ def rmsprop_float32_centered_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
-    square_avg = get(square_avg_ptr, at, live, MASKED)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
     put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -2536,7 +2631,9 @@ def rmsprop_float32_centered_has_momentum_small(
     grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
     momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 5)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -2559,14 +2656,14 @@ def rmsprop_float32_centered_has_momentum_small(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
             at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float32_centered_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float32_centered_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
+                few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -2578,10 +2675,19 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
+    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
+    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
+    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
+    grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -2590,13 +2696,8 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
-    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
-    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = counter(grad_avg_code) - 8388736.0
-    grad_avg_bend = tl.abs(grad_avg_code)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -2604,17 +2705,13 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
+    p_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
@@ -2623,7 +2720,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
@@ -2631,30 +2728,36 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
     square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
+    word_mul = word_xor * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    # 32 random bits: hash(element, tensor, step)
+    noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
@@ -2663,26 +2766,20 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -2709,14 +2806,16 @@ def rmsprop_bfloat16_centered_has_momentum(
     columns = tl.load(row + 10)
     stream_key = tl.load(row + 11).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -2729,6 +2828,9 @@ def rmsprop_bfloat16_centered_has_momentum(
                 weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -2742,6 +2844,7 @@ def rmsprop_bfloat16_centered_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_bfloat16_centered_has_momentum_tile(
@@ -2762,18 +2865,19 @@ def rmsprop_bfloat16_centered_has_momentum(
                 before + start + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
                 stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_bfloat16_centered_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
-                momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-                stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_bfloat16_centered_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
+                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -2784,26 +2888,29 @@ def rmsprop_bfloat16_centered_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    square_avg = get(square_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
+    put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -2813,12 +2920,9 @@ def rmsprop_bfloat16_centered_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(grad_avg_ptr, at, grad_avg, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -2840,7 +2944,9 @@ def rmsprop_bfloat16_centered_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -2851,6 +2957,7 @@ def rmsprop_bfloat16_centered_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_bfloat16_centered_has_momentum_small_tile(
@@ -2867,15 +2974,15 @@ def rmsprop_bfloat16_centered_has_momentum_small(
             momentum_buffer_ptr + start, at, at, before + start + at, alpha, eps, weight_decay, momentum, grad_scale,
             one_minus_alpha, minus_lr, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_bfloat16_centered_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-            momentum_buffer_ptr + start, at, live, before + start + at, alpha, eps, weight_decay, momentum,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_bfloat16_centered_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
+                momentum_buffer_ptr + start, few, live, before + start + few, alpha, eps, weight_decay, momentum,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -2887,17 +2994,26 @@ def rmsprop_float16_centered_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
+    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
+    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
+    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = counter(grad_avg_code) - 8388736.0
+    grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
@@ -2906,13 +3022,8 @@ def rmsprop_float16_centered_has_momentum_tile(
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_value = (square_avg_middle[:, None] + square_avg_code.to(tl.int32) * square_avg_step[:, None]).to(tl.float32, bitcast=True)
-    grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
-    grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
-    grad_avg_code = counter(grad_avg_code) - 8388736.0
-    grad_avg_bend = tl.abs(grad_avg_code)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -2920,17 +3031,13 @@ def rmsprop_float16_centered_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    square_avg = square_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg_scale_mul = alpha * grad_avg_scale
+    p_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
@@ -2938,8 +3045,13 @@ def rmsprop_float16_centered_has_momentum_tile(
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key
-    word_mul = word_xor * 2146121005
+    word_mul = (word_xor ^ 1013904242) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
@@ -2947,30 +3059,42 @@ def rmsprop_float16_centered_has_momentum_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, step)
-    noise = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    # 32 random bits: hash(element, tensor, step)
-    noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor_2 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    word_and = noise_2 & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
     square_avg_above = (tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
-    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_start = square_avg_first << 22
-    square_avg_scale = square_avg_cells << 2
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
+    p_sub = 1601175552 - square_avg_base
+    square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
+    square_avg_scale = square_avg_cells << 2
+    word_mul = word_xor * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    # 32 random bits: hash(element, tensor, step)
+    noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     p_add = square_avg_half * square_avg_scale + -8388608
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    p_sub = 1601175552 - square_avg_base
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     p_add = square_avg_start + (square_avg_step >> 1)
     square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
@@ -2979,37 +3103,20 @@ def rmsprop_float16_centered_has_momentum_tile(
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
     grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
     grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise_2 & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
-    put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -3036,14 +3143,16 @@ def rmsprop_float16_centered_has_momentum(
     columns = tl.load(row + 10)
     stream_key = tl.load(row + 11).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -3056,6 +3165,9 @@ def rmsprop_float16_centered_has_momentum(
                 weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -3069,6 +3181,7 @@ def rmsprop_float16_centered_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float16_centered_has_momentum_tile(
@@ -3089,18 +3202,19 @@ def rmsprop_float16_centered_has_momentum(
                 before + start + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
                 stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rmsprop_float16_centered_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
-                momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key,
-                stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rmsprop_float16_centered_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
+                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -3111,33 +3225,41 @@ def rmsprop_float16_centered_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    square_avg = get(square_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
+    square_avg = get(square_avg_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     p_mul = one_minus_alpha * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum * momentum_buffer)
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
+    put(grad_avg_ptr, at, grad_avg, live, MASKED)
+    put(square_avg_ptr, at, square_avg, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -3146,24 +3268,16 @@ def rmsprop_float16_centered_has_momentum_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(square_avg_ptr, at, square_avg, live, MASKED)
-    put(grad_avg_ptr, at, grad_avg, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -3185,7 +3299,9 @@ def rmsprop_float16_centered_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -3196,6 +3312,7 @@ def rmsprop_float16_centered_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float16_centered_has_momentum_small_tile(
@@ -3212,15 +3329,15 @@ def rmsprop_float16_centered_has_momentum_small(
             momentum_buffer_ptr + start, at, at, before + start + at, alpha, eps, weight_decay, momentum, grad_scale,
             one_minus_alpha, minus_lr, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rmsprop_float16_centered_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-            momentum_buffer_ptr + start, at, live, before + start + at, alpha, eps, weight_decay, momentum,
-            grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rmsprop_float16_centered_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
+                momentum_buffer_ptr + start, few, live, before + start + few, alpha, eps, weight_decay, momentum,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
@@ -3259,16 +3376,16 @@ OPTIONS = {
     "rmsprop_bfloat16_small": {"maxnreg": 64},
     "rmsprop_float16": {"maxnreg": 64},
     "rmsprop_float16_small": {"maxnreg": 64},
-    "rmsprop_float32_has_momentum": {"maxnreg": 96},
+    "rmsprop_float32_has_momentum": {"maxnreg": 64},
     "rmsprop_float32_has_momentum_small": {"maxnreg": 64},
-    "rmsprop_bfloat16_has_momentum": {"maxnreg": 96},
+    "rmsprop_bfloat16_has_momentum": {"maxnreg": 64},
     "rmsprop_bfloat16_has_momentum_small": {"maxnreg": 64},
-    "rmsprop_float16_has_momentum": {"maxnreg": 96},
+    "rmsprop_float16_has_momentum": {"maxnreg": 64},
     "rmsprop_float16_has_momentum_small": {"maxnreg": 64},
-    "rmsprop_float32_centered": {"maxnreg": 96},
+    "rmsprop_float32_centered": {"maxnreg": 64},
     "rmsprop_float32_centered_small": {"maxnreg": 64},
-    "rmsprop_bfloat16_centered": {"maxnreg": 96},
+    "rmsprop_bfloat16_centered": {"maxnreg": 64},
     "rmsprop_bfloat16_centered_small": {"maxnreg": 64},
-    "rmsprop_float16_centered": {"maxnreg": 96},
+    "rmsprop_float16_centered": {"maxnreg": 64},
     "rmsprop_float16_centered_small": {"maxnreg": 64},
 }

@@ -42,19 +42,19 @@ struct rprop_float32 {
         // -- elements: decode, update  (specs/rprop.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F g_2 = grad_scale * g;
             const F prev = load(prev_at + i);
+            const F g_2 = grad_scale * g;
             const F step_size = load(step_size_at + i);
             const F p = load(p_at + i);
             const F agreement = grad_scale * (g * prev);                           // 22  agreement = g * prev
+            const M g_lt = agreement < 0.0f;
+            const F prev_2 = where(g_lt, F(0.0f), g_2);                            // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
-            const M g_lt = agreement < 0.0f;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
             const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
-            const F prev_2 = where(g_lt, F(0.0f), g_2);                            // 27  prev = where(agreement < 0, 0.0, g)
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
             store(p_at + i, p_2);
             store(prev_at + i, prev_2);
@@ -87,20 +87,20 @@ struct rprop_bfloat16 {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
+            const F prev = load(prev_at + i);
             const F g = grad_scale * g_cast;
+            const F step_size = load(step_size_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                                  // bf16, nearest
-            const F prev = load(prev_at + i);
-            const F step_size = load(step_size_at + i);
             const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
+            const M g_lt = agreement < 0.0f;
+            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
-            const M g_lt = agreement < 0.0f;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
             const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
-            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
@@ -135,20 +135,20 @@ struct rprop_float16 {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
+            const F prev = load(prev_at + i);
             const F g = grad_scale * g_cast;
+            const F step_size = load(step_size_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                                      // f16, nearest
-            const F prev = load(prev_at + i);
-            const F step_size = load(step_size_at + i);
             const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
+            const M g_lt = agreement < 0.0f;
+            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
-            const M g_lt = agreement < 0.0f;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
             const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
-            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
             store(p_at + i, narrow_half(p_2));
             store(prev_at + i, prev_2);

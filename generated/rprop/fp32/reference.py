@@ -30,20 +30,20 @@ def rprop_float32(
         p_tensor, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
-    p = b.elements(p_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -62,21 +62,21 @@ def rprop_bfloat16(
         p_tensor, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -97,21 +97,21 @@ def rprop_float16(
         p_tensor, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store

@@ -30,24 +30,24 @@ def rprop_float32_tile(
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    g_2 = grad_scale * g
     prev = get(prev_ptr, at, live, MASKED)
+    g_2 = grad_scale * g
     step_size = get(step_size_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g * prev)          # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = tl.where(g_lt, 0.0, g_2)              # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g_2)              # 27  prev = where(agreement < 0, 0.0, g)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(prev_ptr, at, prev, live, MASKED)
     put(step_size_ptr, at, step_size, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -66,7 +66,9 @@ def rprop_float32(
     prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
     step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -88,14 +90,14 @@ def rprop_float32(
             p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
             step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rprop_float32_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, live, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rprop_float32_tile(
+                p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
+                step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
+            )
 
 
 @triton.jit
@@ -107,27 +109,27 @@ def rprop_bfloat16_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
+    prev = get(prev_ptr, at, live, MASKED)
     g = grad_scale * g_cast
+    step_size = get(step_size_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
-    prev = get(prev_ptr, at, live, MASKED)
-    step_size = get(step_size_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
+    put(prev_ptr, at, prev, live, MASKED)
+    put(step_size_ptr, at, step_size, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(prev_ptr, at, prev, live, MASKED)
-    put(step_size_ptr, at, step_size, live, MASKED)
 
 
 @triton.jit
@@ -146,7 +148,9 @@ def rprop_bfloat16(
     prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
     step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -168,14 +172,14 @@ def rprop_bfloat16(
             p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
             step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, live, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rprop_bfloat16_tile(
+                p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
+                step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
+            )
 
 
 @triton.jit
@@ -187,25 +191,25 @@ def rprop_float16_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
+    prev = get(prev_ptr, at, live, MASKED)
     g = grad_scale * g_cast
+    step_size = get(step_size_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
-    prev = get(prev_ptr, at, live, MASKED)
-    step_size = get(step_size_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(prev_ptr, at, prev, live, MASKED)
     put(step_size_ptr, at, step_size, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
@@ -224,7 +228,9 @@ def rprop_float16(
     prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
     step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -246,14 +252,14 @@ def rprop_float16(
             p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
             step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rprop_float16_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, live, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rprop_float16_tile(
+                p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
+                step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -100,29 +100,29 @@ struct rprop_float32 {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const F g_2 = grad_scale * g;
                 const I prev_code = load(prev_at + i);
                 const F prev_code_2 = as_float(prev_code | 1258291200) - 8388736.0f;
                 const F prev_bend = abs(prev_code_2);
+                const F g_2 = grad_scale * g;
                 const I step_size_code = load(step_size_at + i);
                 const F step_size_value = as_float(step_size_middle_2 + step_size_code * step_size_step);
                 const F p = load(p_at + i);
                 // 22  agreement = g * prev
                 const F agreement = prev_scale_mul * (g * prev_code_2 / (254.0f - prev_bend));
+                const M prev_scale_lt = agreement < 0.0f;
+                const F prev = where(prev_scale_lt, F(0.0f), g_2);                   // 27  prev = where(agreement < 0, 0.0, g)
                 // 23  size = step_size + where(t > 1, 0.0, lr)
                 const F size = fma(step_size_value, step_size_value, where_lt_one_t_zero_lr);
-                const M prev_scale_lt = agreement < 0.0f;
                 // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
                 const F scaled = where(0.0f < agreement, etaplus * size, where(prev_scale_lt, etaminus * size, size));
                 // 25  step_size = clip(scaled, step_size_min, step_size_max)
                 const F step_size = min(max(scaled, step_size_min), step_size_max);
-                const F prev = where(prev_scale_lt, F(0.0f), g_2);                   // 27  prev = where(agreement < 0, 0.0, g)
                 const F p_2 = fma(-sign(prev), step_size, p);                        // 28  p = p - sign(prev) * step_size
+                const F prev_scale_abs = abs(prev);
+                const I step_size_pattern = bits(sqrt(step_size));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F prev_scale_abs = abs(prev);
-                const I step_size_pattern = bits(sqrt(step_size));
                 take_larger(prev_top, bits(prev_scale_abs), i, end);
                 take_larger(largest_of_block_2, step_size_pattern, i, end);
                 take_smaller(smallest_of_block, step_size_pattern, i, end);
@@ -144,19 +144,19 @@ struct rprop_float32 {
             const I prev_up = max(prev_top, I(75497472)) + 32767;
             const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
             const I prev_divisor = min(prev_up_2 & 2147450880, I(2139095039));
+            const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
             const I step_size_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
             const I step_size_below = smallest_of_block + -524288 >> 22;
             const I step_size_units = min(max(step_size_above - max(step_size_below, I(128)), I(1)), I(64));
             const I step_size_first = step_size_above - step_size_units;
-            const I step_size_cells_2 = min(to_int(256.5f * (1.0f / to_float(step_size_units))), I(255));
             const I step_size_start = step_size_first << 22;
-            const I step_size_scale = step_size_cells_2 << 2;
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
-            const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I prev_scale_sub = 1601175552 - step_size_base;
+            const I step_size_cells_2 = min(to_int(256.5f * (1.0f / to_float(step_size_units))), I(255));
+            const I step_size_scale = step_size_cells_2 << 2;
+            const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
-            const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
             store(prev_scale_add_kept + b, prev_scale_add);
             store(step_size_base_kept + b, step_size_base);
             store(prev_scale_sub_kept + b, prev_scale_sub);
@@ -210,19 +210,19 @@ struct rprop_float32_small {
         // -- elements: decode, update  (specs/rprop.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F g_2 = grad_scale * g;
             const F prev = load(prev_at + i);
+            const F g_2 = grad_scale * g;
             const F step_size = load(step_size_at + i);
             const F p = load(p_at + i);
             const F agreement = grad_scale * (g * prev);                           // 22  agreement = g * prev
+            const M g_lt = agreement < 0.0f;
+            const F prev_2 = where(g_lt, F(0.0f), g_2);                            // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
-            const M g_lt = agreement < 0.0f;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
             const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
-            const F prev_2 = where(g_lt, F(0.0f), g_2);                            // 27  prev = where(agreement < 0, 0.0, g)
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
             store(p_at + i, p_2);
             store(prev_at + i, prev_2);
@@ -314,35 +314,35 @@ struct rprop_bfloat16 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const F g = grad_scale * g_cast;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
                 const I prev_code = load(prev_at + i);
                 const F prev_code_2 = as_float(prev_code | 1258291200) - 8388736.0f;
                 const F prev_bend = abs(prev_code_2);
+                const F g = grad_scale * g_cast;
                 const I step_size_code = load(step_size_at + i);
                 const F step_size_value = as_float(step_size_middle_2 + step_size_code * step_size_step);
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const F p = as_float(p_high + -32768 + (p_low << 8));                // bf16 and 8 more bits, stochastic
                 // 22  agreement = g * prev
                 const F agreement = prev_scale_mul * (g_cast * prev_code_2 / (254.0f - prev_bend));
+                const M prev_scale_lt = agreement < 0.0f;
+                const F prev = where(prev_scale_lt, F(0.0f), g);                     // 27  prev = where(agreement < 0, 0.0, g)
                 // 23  size = step_size + where(t > 1, 0.0, lr)
                 const F size = fma(step_size_value, step_size_value, where_lt_one_t_zero_lr);
-                const M prev_scale_lt = agreement < 0.0f;
                 // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
                 const F scaled = where(0.0f < agreement, etaplus * size, where(prev_scale_lt, etaminus * size, size));
                 // 25  step_size = clip(scaled, step_size_min, step_size_max)
                 const F step_size = min(max(scaled, step_size_min), step_size_max);
-                const F prev = where(prev_scale_lt, F(0.0f), g);                     // 27  prev = where(agreement < 0, 0.0, g)
                 const F p_2 = fma(-sign(prev), step_size, p);                        // 28  p = p - sign(prev) * step_size
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F prev_scale_abs = abs(prev);
-                const I step_size_pattern = bits(sqrt(step_size));
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const F prev_scale_abs = abs(prev);
+                const I step_size_pattern = bits(sqrt(step_size));
                 take_larger(prev_top, bits(prev_scale_abs), i, end);
                 take_larger(largest_of_block_2, step_size_pattern, i, end);
                 take_smaller(smallest_of_block, step_size_pattern, i, end);
@@ -365,19 +365,19 @@ struct rprop_bfloat16 {
             const I prev_up = max(prev_top, I(75497472)) + 32767;
             const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
             const I prev_divisor = min(prev_up_2 & 2147450880, I(2139095039));
+            const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
             const I step_size_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
             const I step_size_below = smallest_of_block + -524288 >> 22;
             const I step_size_units = min(max(step_size_above - max(step_size_below, I(128)), I(1)), I(64));
             const I step_size_first = step_size_above - step_size_units;
-            const I step_size_cells_2 = min(to_int(256.5f * (1.0f / to_float(step_size_units))), I(255));
             const I step_size_start = step_size_first << 22;
-            const I step_size_scale = step_size_cells_2 << 2;
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
-            const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I prev_scale_sub = 1601175552 - step_size_base;
+            const I step_size_cells_2 = min(to_int(256.5f * (1.0f / to_float(step_size_units))), I(255));
+            const I step_size_scale = step_size_cells_2 << 2;
+            const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
-            const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
             store(prev_scale_add_kept + b, prev_scale_add);
             store(step_size_base_kept + b, step_size_base);
             store(prev_scale_sub_kept + b, prev_scale_sub);
@@ -449,23 +449,23 @@ struct rprop_bfloat16_small {
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
+            const F prev = load(prev_at + i);
             const F g = grad_scale * g_cast;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F step_size = load(step_size_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));                  // bf16 and 8 more bits, stochastic
-            const F prev = load(prev_at + i);
-            const F step_size = load(step_size_at + i);
             const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
+            const M g_lt = agreement < 0.0f;
+            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
-            const M g_lt = agreement < 0.0f;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
             const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
-            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
@@ -563,52 +563,52 @@ struct rprop_float16 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const F g = grad_scale * g_cast;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 const I prev_code = load(prev_at + i);
                 const F prev_code_2 = as_float(prev_code | 1258291200) - 8388736.0f;
                 const F prev_bend = abs(prev_code_2);
+                const F g = grad_scale * g_cast;
                 const I step_size_code = load(step_size_at + i);
                 const F step_size_value = as_float(step_size_middle_2 + step_size_code * step_size_step);
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 // 22  agreement = g * prev
                 const F agreement = prev_scale_mul * (g_cast * prev_code_2 / (254.0f - prev_bend));
+                const M prev_scale_lt = agreement < 0.0f;
+                const F prev = where(prev_scale_lt, F(0.0f), g);                     // 27  prev = where(agreement < 0, 0.0, g)
                 // 23  size = step_size + where(t > 1, 0.0, lr)
                 const F size = fma(step_size_value, step_size_value, where_lt_one_t_zero_lr);
-                const M prev_scale_lt = agreement < 0.0f;
                 // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
                 const F scaled = where(0.0f < agreement, etaplus * size, where(prev_scale_lt, etaminus * size, size));
                 // 25  step_size = clip(scaled, step_size_min, step_size_max)
                 const F step_size = min(max(scaled, step_size_min), step_size_max);
-                const F prev = where(prev_scale_lt, F(0.0f), g);                     // 27  prev = where(agreement < 0, 0.0, g)
                 const F p_2 = fma(-sign(prev), step_size, p);                        // 28  p = p - sign(prev) * step_size
+                const I prev_scale_bitcast = bits(p_2);
+                const I p_sign = prev_scale_bitcast >> 16 & 32768;
+                const I p_magnitude = prev_scale_bitcast & 2147483647;
+                const F prev_scale_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * prev_scale_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F prev_scale_abs = abs(prev);
-                const I step_size_pattern = bits(sqrt(step_size));
-                const I prev_scale_bitcast = bits(p_2);
-                const I p_magnitude = prev_scale_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F prev_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * prev_scale_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(prev_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = prev_scale_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F prev_scale_abs = abs(prev);
+                const I step_size_pattern = bits(sqrt(step_size));
                 take_larger(prev_top, bits(prev_scale_abs), i, end);
                 take_larger(largest_of_block_2, step_size_pattern, i, end);
                 take_smaller(smallest_of_block, step_size_pattern, i, end);
@@ -631,19 +631,19 @@ struct rprop_float16 {
             const I prev_up = max(prev_top, I(75497472)) + 32767;
             const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
             const I prev_divisor = min(prev_up_2 & 2147450880, I(2139095039));
+            const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
             const I step_size_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
             const I step_size_below = smallest_of_block + -524288 >> 22;
             const I step_size_units = min(max(step_size_above - max(step_size_below, I(128)), I(1)), I(64));
             const I step_size_first = step_size_above - step_size_units;
-            const I step_size_cells_2 = min(to_int(256.5f * (1.0f / to_float(step_size_units))), I(255));
             const I step_size_start = step_size_first << 22;
-            const I step_size_scale = step_size_cells_2 << 2;
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
-            const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I prev_scale_sub = 1601175552 - step_size_base;
+            const I step_size_cells_2 = min(to_int(256.5f * (1.0f / to_float(step_size_units))), I(255));
+            const I step_size_scale = step_size_cells_2 << 2;
+            const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
-            const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
             store(prev_scale_add_kept + b, prev_scale_add);
             store(step_size_base_kept + b, step_size_base);
             store(prev_scale_sub_kept + b, prev_scale_sub);
@@ -715,45 +715,45 @@ struct rprop_float16_small {
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
+            const F prev = load(prev_at + i);
             const F g = grad_scale * g_cast;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F step_size = load(step_size_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F prev = load(prev_at + i);
-            const F step_size = load(step_size_at + i);
             const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
+            const M g_lt = agreement < 0.0f;
+            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
-            const M g_lt = agreement < 0.0f;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
             const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
-            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
+            const I g_bitcast = bits(p_2);
+            const I p_sign = g_bitcast >> 16 & 32768;
+            const I p_magnitude = g_bitcast & 2147483647;
+            const F g_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * g_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I g_bitcast = bits(p_2);
-            const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -30,6 +30,7 @@ def rprop_float32(
         p_tensor, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     prev_scale = b.per_block(prev_scale_tensor)
@@ -51,27 +52,18 @@ def rprop_float32(
     step_size_value = (step_size_middle + step_size_code.to(torch.int32) * step_size_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     step_size = step_size_value * step_size_value
-    p = b.elements(p_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev_value                 # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    word_and = b.index() & 7
-    # 32 random bits: hash(element, tensor, step)
-    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     g_abs = prev.abs()
     prev_top = block_max(g_abs.view(torch.int32), b.live)
     prev_up = prev_top.clamp(min=75497472) + 32767
@@ -84,14 +76,22 @@ def rprop_float32(
     step_size_below = block_min(step_size_pattern, b.live) - 524288 >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
-    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_start = step_size_first << 22
-    step_size_scale = step_size_cells << 2
     step_size_half = step_size_units * 10240
     step_size_base = step_size_start + step_size_half
-    g_sub = step_size_half * step_size_scale - 8388608
-    step_size_offset = (noise >> 8 & 0xffffff) + g_sub
     g_sub = 1601175552 - step_size_base
+    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    step_size_scale = step_size_cells << 2
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_and = b.index() & 7
+    # 32 random bits: hash(element, tensor, step)
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    g_sub_2 = step_size_half * step_size_scale - 8388608
+    step_size_offset = (noise >> 8 & 0xffffff) + g_sub_2
     step_size_position = torch.minimum(step_size_pattern - step_size_base, g_sub).clamp(min=0) * step_size_scale + step_size_offset
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
@@ -112,20 +112,20 @@ def rprop_float32_small(
         p_tensor, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
-    p = b.elements(p_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -145,12 +145,13 @@ def rprop_bfloat16(
         p_tensor, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     prev_scale = b.per_block(prev_scale_tensor)
     prev_scale_bits = prev_scale.to(torch.int32) << 15
     prev_scale_bits = prev_scale_bits & 2147483647
@@ -168,18 +169,17 @@ def rprop_bfloat16(
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = b.elements(step_size_tensor)
     step_size_value = (step_size_middle + step_size_code.to(torch.int32) * step_size_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     step_size = step_size_value * step_size_value
     # -- update  (specs/rprop.py)
     agreement = g * prev_value                 # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -191,6 +191,8 @@ def rprop_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     g_abs = prev.abs()
     prev_top = block_max(g_abs.view(torch.int32), b.live)
     prev_up = prev_top.clamp(min=75497472) + 32767
@@ -203,19 +205,17 @@ def rprop_bfloat16(
     step_size_below = block_min(step_size_pattern, b.live) - 524288 >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
-    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_start = step_size_first << 22
-    step_size_scale = step_size_cells << 2
     step_size_half = step_size_units * 10240
     step_size_base = step_size_start + step_size_half
-    g_sub = step_size_half * step_size_scale - 8388608
-    step_size_offset = (noise >> 8 & 0xffffff) + g_sub
     g_sub = 1601175552 - step_size_base
+    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    step_size_scale = step_size_cells << 2
+    g_sub_2 = step_size_half * step_size_scale - 8388608
+    step_size_offset = (noise >> 8 & 0xffffff) + g_sub_2
     step_size_position = torch.minimum(step_size_pattern - step_size_base, g_sub).clamp(min=0) * step_size_scale + step_size_offset
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(prev_tensor, (prev_exact.round().to(torch.int32) + 128).to(torch.uint8))
@@ -234,24 +234,24 @@ def rprop_bfloat16_small(
         p_tensor, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -282,17 +282,19 @@ def rprop_float16(
         p_tensor, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     prev_scale = b.per_block(prev_scale_tensor)
     prev_scale_bits = prev_scale.to(torch.int32) << 15
     prev_scale_bits = prev_scale_bits & 2147483647
@@ -310,22 +312,26 @@ def rprop_float16(
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = b.elements(step_size_tensor)
     step_size_value = (step_size_middle + step_size_code.to(torch.int32) * step_size_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     step_size = step_size_value * step_size_value
     # -- update  (specs/rprop.py)
     agreement = g * prev_value                 # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -334,6 +340,14 @@ def rprop_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     g_abs = prev.abs()
     prev_top = block_max(g_abs.view(torch.int32), b.live)
     prev_up = prev_top.clamp(min=75497472) + 32767
@@ -346,31 +360,17 @@ def rprop_float16(
     step_size_below = block_min(step_size_pattern, b.live) - 524288 >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
-    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_start = step_size_first << 22
-    step_size_scale = step_size_cells << 2
     step_size_half = step_size_units * 10240
     step_size_base = step_size_start + step_size_half
-    g_sub = step_size_half * step_size_scale - 8388608
-    step_size_offset = (noise >> 8 & 0xffffff) + g_sub
     g_sub = 1601175552 - step_size_base
+    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    step_size_scale = step_size_cells << 2
+    g_sub_2 = step_size_half * step_size_scale - 8388608
+    step_size_offset = (noise >> 8 & 0xffffff) + g_sub_2
     step_size_position = torch.minimum(step_size_pattern - step_size_base, g_sub).clamp(min=0) * step_size_scale + step_size_offset
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(prev_tensor, (prev_exact.round().to(torch.int32) + 128).to(torch.uint8))
@@ -389,33 +389,39 @@ def rprop_float16_small(
         p_tensor, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -424,18 +430,12 @@ def rprop_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -447,6 +447,7 @@ def rprop_float16_small(
 def rprop_float32_decode(p_tensor, prev_tensor, prev_scale_tensor, step_size_tensor, step_size_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     prev_scale = b.per_block(prev_scale_tensor)
     prev_scale_bits = prev_scale.to(torch.int32) << 15
     prev_scale_bits = prev_scale_bits & 2147483647
@@ -466,7 +467,6 @@ def rprop_float32_decode(p_tensor, prev_tensor, prev_scale_tensor, step_size_ten
     step_size_value = (step_size_middle + step_size_code.to(torch.int32) * step_size_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     step_size = step_size_value * step_size_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "prev": b.flat(prev_value),
@@ -477,9 +477,9 @@ def rprop_float32_decode(p_tensor, prev_tensor, prev_scale_tensor, step_size_ten
 def rprop_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_prev = b.elements(values["prev"])
     in_step_size = b.elements(values["step_size"])
-    in_p = b.elements(values["p"])
     in_prev_abs = in_prev.abs()
     prev_top = block_max(in_prev_abs.view(torch.int32), b.live)
     prev_up = prev_top.clamp(min=75497472) + 32767
@@ -492,10 +492,10 @@ def rprop_float32_encode(values):
     step_size_below = block_min(step_size_pattern, b.live) >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
-    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_start = step_size_first << 22
-    step_size_scale = step_size_cells << 2
     in_step_size_sub = 1601175552 - step_size_start
+    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    step_size_scale = step_size_cells << 2
     step_size_position = torch.minimum(step_size_pattern - step_size_start, in_step_size_sub).clamp(min=0) * step_size_scale
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
@@ -539,10 +539,11 @@ def rprop_bfloat16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     prev_scale = b.per_block(prev_scale_tensor)
     prev_scale_bits = prev_scale.to(torch.int32) << 15
     prev_scale_bits = prev_scale_bits & 2147483647
@@ -560,7 +561,6 @@ def rprop_bfloat16_decode(
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = b.elements(step_size_tensor)
     step_size_value = (step_size_middle + step_size_code.to(torch.int32) * step_size_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     step_size = step_size_value * step_size_value
     return {
@@ -573,9 +573,11 @@ def rprop_bfloat16_decode(
 def rprop_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_prev = b.elements(values["prev"])
     in_step_size = b.elements(values["step_size"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_prev_abs = in_prev.abs()
     prev_top = block_max(in_prev_abs.view(torch.int32), b.live)
     prev_up = prev_top.clamp(min=75497472) + 32767
@@ -588,15 +590,13 @@ def rprop_bfloat16_encode(values):
     step_size_below = block_min(step_size_pattern, b.live) >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
-    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_start = step_size_first << 22
-    step_size_scale = step_size_cells << 2
     in_step_size_sub = 1601175552 - step_size_start
+    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    step_size_scale = step_size_cells << 2
     step_size_position = torch.minimum(step_size_pattern - step_size_start, in_step_size_sub).clamp(min=0) * step_size_scale
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -610,10 +610,10 @@ def rprop_bfloat16_encode(values):
 def rprop_bfloat16_small_decode(p_tensor, weight_low_tensor, prev_tensor, step_size_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
@@ -645,15 +645,17 @@ def rprop_float16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     prev_scale = b.per_block(prev_scale_tensor)
     prev_scale_bits = prev_scale.to(torch.int32) << 15
     prev_scale_bits = prev_scale_bits & 2147483647
@@ -671,8 +673,6 @@ def rprop_float16_decode(
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = b.elements(step_size_tensor)
     step_size_value = (step_size_middle + step_size_code.to(torch.int32) * step_size_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     step_size = step_size_value * step_size_value
     return {
@@ -685,9 +685,22 @@ def rprop_float16_decode(
 def rprop_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_prev = b.elements(values["prev"])
     in_step_size = b.elements(values["step_size"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     in_prev_abs = in_prev.abs()
     prev_top = block_max(in_prev_abs.view(torch.int32), b.live)
     prev_up = prev_top.clamp(min=75497472) + 32767
@@ -700,26 +713,13 @@ def rprop_float16_encode(values):
     step_size_below = block_min(step_size_pattern, b.live) >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
-    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_start = step_size_first << 22
-    step_size_scale = step_size_cells << 2
     in_step_size_sub = 1601175552 - step_size_start
+    step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    step_size_scale = step_size_cells << 2
     step_size_position = torch.minimum(step_size_pattern - step_size_start, in_step_size_sub).clamp(min=0) * step_size_scale
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -733,14 +733,14 @@ def rprop_float16_encode(values):
 def rprop_float16_small_decode(p_tensor, weight_low_tensor, prev_tensor, step_size_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -760,16 +760,16 @@ def rprop_float16_small_encode(values):
     in_prev = b.elements(values["prev"])
     in_step_size = b.elements(values["step_size"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

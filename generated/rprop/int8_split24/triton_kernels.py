@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put, reciprocal, rotl, sign, widened
+from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, sign, widened
 
 
 @triton.jit
@@ -30,15 +30,15 @@ def rprop_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    g_2 = grad_scale * g
     prev_scale = get(prev_scale_ptr, at_block, live_block, MASKED)
     prev_scale_bits = prev_scale.to(tl.int32) << 15
     prev_scale_bits = prev_scale_bits & 2147483647
     prev_scale = tl.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).to(tl.float32, bitcast=True)
+    g = widened(get(g_ptr, at, live, MASKED))
     prev_code = get(prev_ptr, at, live, MASKED)
     prev_code = counter(prev_code) - 8388736.0
     prev_bend = tl.abs(prev_code)
+    g_2 = grad_scale * g
     step_size_range = get(step_size_range_ptr, at_block, live_block, MASKED)
     step_size_header = step_size_range.to(tl.int32)
     step_size_cells = tl.maximum(step_size_header & 255, 4)
@@ -52,16 +52,36 @@ def rprop_float32_tile(
     prev_scale_mul = grad_scale * prev_scale
     # 22  agreement = g * prev
     agreement = prev_scale_mul[:, None] * (g * prev_code * reciprocal(254.0 - prev_bend))
+    prev_scale_lt = agreement < 0.0
+    prev = tl.where(prev_scale_lt, 0.0, g_2)                                 # 27  prev = where(agreement < 0, 0.0, g)
     # 23  size = step_size + where(t > 1, 0.0, lr)
     size = tl.fma(step_size_value, step_size_value, where_lt_one_t_zero_lr)
-    prev_scale_lt = agreement < 0.0
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(prev_scale_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(prev_scale_lt, 0.0, g_2)                                 # 27  prev = where(agreement < 0, 0.0, g)
     p = tl.fma(minus(sign(prev)), step_size, p)                              # 28  p = p - sign(prev) * step_size
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    prev_scale_abs = tl.abs(prev)
+    prev_top = block_magnitude(prev, live, MASKED)
+    prev_up = tl.maximum(prev_top, 75497472) + 32767
+    prev_up = tl.where(prev_top < 2139095040, prev_up, 2143289344)
+    put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
+    prev_divisor = tl.minimum(prev_up & 2147450880, 2139095039)
+    prev_scale_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    step_size_pattern = tl.sqrt(step_size).to(tl.int32, bitcast=True)
+    step_size_above = (tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
+    step_size_below = block_min(step_size_pattern, live, MASKED) + -524288 >> 22
+    step_size_units = tl.minimum(tl.maximum(step_size_above - tl.maximum(step_size_below, 128), 1), 64)
+    step_size_first = step_size_above - step_size_units
+    step_size_start = step_size_first << 22
+    step_size_half = step_size_units * 10240
+    step_size_base = step_size_start + step_size_half
+    prev_scale_sub = 1601175552 - step_size_base
+    step_size_cells = tl.minimum((256.5 * inverse(step_size_units.to(tl.float32))).to(tl.int32), 255)
+    step_size_scale = step_size_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -70,31 +90,11 @@ def rprop_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    prev_scale_abs = tl.abs(prev)
-    prev_top = block_magnitude(prev, live, MASKED)
-    prev_up = tl.maximum(prev_top, 75497472) + 32767
-    prev_up = tl.where(prev_top < 2139095040, prev_up, 2143289344)
-    prev_divisor = tl.minimum(prev_up & 2147450880, 2139095039)
-    step_size_pattern = tl.sqrt(step_size).to(tl.int32, bitcast=True)
-    step_size_above = (tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
-    step_size_below = block_min(step_size_pattern, live, MASKED) + -524288 >> 22
-    step_size_units = tl.minimum(tl.maximum(step_size_above - tl.maximum(step_size_below, 128), 1), 64)
-    step_size_first = step_size_above - step_size_units
-    step_size_cells = tl.minimum((256.5 * inverse(step_size_units.to(tl.float32))).to(tl.int32), 255)
-    step_size_start = step_size_first << 22
-    step_size_scale = step_size_cells << 2
-    step_size_half = step_size_units * 10240
-    step_size_base = step_size_start + step_size_half
     prev_scale_add = step_size_half * step_size_scale + -8388608
     step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_scale_add[:, None]
-    prev_scale_sub = 1601175552 - step_size_base
     step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], prev_scale_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
-    step_size_header = step_size_first + -128 << 8 | step_size_cells
-    prev_scale_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(p_ptr, at, p, live, MASKED)
-    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
     put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
+    step_size_header = step_size_first + -128 << 8 | step_size_cells
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
@@ -119,14 +119,16 @@ def rprop_float32(
     columns = tl.load(row + 7)
     stream_key = tl.load(row + 8).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -139,6 +141,9 @@ def rprop_float32(
                 step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -149,6 +154,7 @@ def rprop_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rprop_float32_tile(
@@ -166,16 +172,17 @@ def rprop_float32(
                 step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, etaminus, etaplus,
                 step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rprop_float32_tile(
-                p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS, step_size_ptr + start,
-                step_size_range_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, etaminus,
-                etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rprop_float32_tile(
+                    p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + count // TILE * BLOCKS + part * FEW,
+                    step_size_ptr + start, step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
+                    live_block, before + start + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -186,24 +193,24 @@ def rprop_float32_small_tile(
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    g_2 = grad_scale * g
     prev = get(prev_ptr, at, live, MASKED)
+    g_2 = grad_scale * g
     step_size = get(step_size_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g * prev)          # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = tl.where(g_lt, 0.0, g_2)              # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g_2)              # 27  prev = where(agreement < 0, 0.0, g)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(prev_ptr, at, prev, live, MASKED)
     put(step_size_ptr, at, step_size, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -222,7 +229,9 @@ def rprop_float32_small(
     prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
     step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -244,14 +253,14 @@ def rprop_float32_small(
             p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
             step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rprop_float32_small_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, live, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rprop_float32_small_tile(
+                p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
+                step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
+            )
 
 
 @triton.jit
@@ -262,18 +271,16 @@ def rprop_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g_cast = widened(g_stored)
-    g = grad_scale * g_cast
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
     prev_scale = get(prev_scale_ptr, at_block, live_block, MASKED)
     prev_scale_bits = prev_scale.to(tl.int32) << 15
     prev_scale_bits = prev_scale_bits & 2147483647
     prev_scale = tl.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g_cast = widened(g_stored)
     prev_code = get(prev_ptr, at, live, MASKED)
     prev_code = counter(prev_code) - 8388736.0
     prev_bend = tl.abs(prev_code)
+    g = grad_scale * g_cast
     step_size_range = get(step_size_range_ptr, at_block, live_block, MASKED)
     step_size_header = step_size_range.to(tl.int32)
     step_size_cells = tl.maximum(step_size_header & 255, 4)
@@ -282,20 +289,22 @@ def rprop_bfloat16_tile(
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = get(step_size_ptr, at, live, MASKED)
     step_size_value = (step_size_middle[:, None] + step_size_code.to(tl.int32) * step_size_step[:, None]).to(tl.float32, bitcast=True)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/rprop.py)
     prev_scale_mul = grad_scale * prev_scale
     # 22  agreement = g * prev
     agreement = prev_scale_mul[:, None] * (g_cast * prev_code * reciprocal(254.0 - prev_bend))
+    prev_scale_lt = agreement < 0.0
+    prev = tl.where(prev_scale_lt, 0.0, g)                                   # 27  prev = where(agreement < 0, 0.0, g)
     # 23  size = step_size + where(t > 1, 0.0, lr)
     size = tl.fma(step_size_value, step_size_value, where_lt_one_t_zero_lr)
-    prev_scale_lt = agreement < 0.0
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(prev_scale_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(prev_scale_lt, 0.0, g)                                   # 27  prev = where(agreement < 0, 0.0, g)
     p = tl.fma(minus(sign(prev)), step_size, p)                              # 28  p = p - sign(prev) * step_size
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -306,34 +315,34 @@ def rprop_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     prev_scale_abs = tl.abs(prev)
     prev_top = block_magnitude(prev, live, MASKED)
     prev_up = tl.maximum(prev_top, 75497472) + 32767
     prev_up = tl.where(prev_top < 2139095040, prev_up, 2143289344)
+    put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
     prev_divisor = tl.minimum(prev_up & 2147450880, 2139095039)
+    prev_scale_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     step_size_pattern = tl.sqrt(step_size).to(tl.int32, bitcast=True)
     step_size_above = (tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     step_size_below = block_min(step_size_pattern, live, MASKED) + -524288 >> 22
     step_size_units = tl.minimum(tl.maximum(step_size_above - tl.maximum(step_size_below, 128), 1), 64)
     step_size_first = step_size_above - step_size_units
-    step_size_cells = tl.minimum((256.5 * inverse(step_size_units.to(tl.float32))).to(tl.int32), 255)
     step_size_start = step_size_first << 22
-    step_size_scale = step_size_cells << 2
     step_size_half = step_size_units * 10240
     step_size_base = step_size_start + step_size_half
+    prev_scale_sub = 1601175552 - step_size_base
+    step_size_cells = tl.minimum((256.5 * inverse(step_size_units.to(tl.float32))).to(tl.int32), 255)
+    step_size_scale = step_size_cells << 2
     prev_scale_add = step_size_half * step_size_scale + -8388608
     step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_scale_add[:, None]
-    prev_scale_sub = 1601175552 - step_size_base
     step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], prev_scale_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
-    step_size_header = step_size_first + -128 << 8 | step_size_cells
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    prev_scale_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
     put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
+    step_size_header = step_size_first + -128 << 8 | step_size_cells
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
@@ -359,14 +368,16 @@ def rprop_bfloat16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -379,6 +390,9 @@ def rprop_bfloat16(
                 where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -390,6 +404,7 @@ def rprop_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rprop_bfloat16_tile(
@@ -408,17 +423,18 @@ def rprop_bfloat16(
                 before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rprop_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
-                step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rprop_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
+                    prev_scale_ptr + count // TILE * BLOCKS + part * FEW, step_size_ptr + start,
+                    step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -430,24 +446,26 @@ def rprop_bfloat16_small_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
+    prev = get(prev_ptr, at, live, MASKED)
     g = grad_scale * g_cast
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    step_size = get(step_size_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    prev = get(prev_ptr, at, live, MASKED)
-    step_size = get(step_size_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
+    put(prev_ptr, at, prev, live, MASKED)
+    put(step_size_ptr, at, step_size, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -457,11 +475,9 @@ def rprop_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(prev_ptr, at, prev, live, MASKED)
-    put(step_size_ptr, at, step_size, live, MASKED)
 
 
 @triton.jit
@@ -482,7 +498,9 @@ def rprop_bfloat16_small(
     step_size_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -492,6 +510,7 @@ def rprop_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             rprop_bfloat16_small_tile(
@@ -508,15 +527,15 @@ def rprop_bfloat16_small(
             before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
             step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rprop_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, live,
-            before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
-            step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rprop_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
+                before + start + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -527,25 +546,16 @@ def rprop_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g_cast = g_stored.to(tl.float32)
-    g = grad_scale * g_cast
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     prev_scale = get(prev_scale_ptr, at_block, live_block, MASKED)
     prev_scale_bits = prev_scale.to(tl.int32) << 15
     prev_scale_bits = prev_scale_bits & 2147483647
     prev_scale = tl.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
     prev_code = get(prev_ptr, at, live, MASKED)
     prev_code = counter(prev_code) - 8388736.0
     prev_bend = tl.abs(prev_code)
+    g = grad_scale * g_cast
     step_size_range = get(step_size_range_ptr, at_block, live_block, MASKED)
     step_size_header = step_size_range.to(tl.int32)
     step_size_cells = tl.maximum(step_size_header & 255, 4)
@@ -554,22 +564,36 @@ def rprop_float16_tile(
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = get(step_size_ptr, at, live, MASKED)
     step_size_value = (step_size_middle[:, None] + step_size_code.to(tl.int32) * step_size_step[:, None]).to(tl.float32, bitcast=True)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/rprop.py)
     prev_scale_mul = grad_scale * prev_scale
     # 22  agreement = g * prev
     agreement = prev_scale_mul[:, None] * (g_cast * prev_code * reciprocal(254.0 - prev_bend))
+    prev_scale_lt = agreement < 0.0
+    prev = tl.where(prev_scale_lt, 0.0, g)                                   # 27  prev = where(agreement < 0, 0.0, g)
     # 23  size = step_size + where(t > 1, 0.0, lr)
     size = tl.fma(step_size_value, step_size_value, where_lt_one_t_zero_lr)
-    prev_scale_lt = agreement < 0.0
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(prev_scale_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(prev_scale_lt, 0.0, g)                                   # 27  prev = where(agreement < 0, 0.0, g)
     p = tl.fma(minus(sign(prev)), step_size, p)                              # 28  p = p - sign(prev) * step_size
     # -- encode and store
+    prev_scale_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = prev_scale_bitcast >> 16 & 32768
+    p_magnitude = prev_scale_bitcast & 2147483647
+    prev_scale_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * prev_scale_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -578,45 +602,40 @@ def rprop_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(prev_scale_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     prev_scale_abs = tl.abs(prev)
     prev_top = block_magnitude(prev, live, MASKED)
     prev_up = tl.maximum(prev_top, 75497472) + 32767
     prev_up = tl.where(prev_top < 2139095040, prev_up, 2143289344)
+    put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
     prev_divisor = tl.minimum(prev_up & 2147450880, 2139095039)
+    prev_scale_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     step_size_pattern = tl.sqrt(step_size).to(tl.int32, bitcast=True)
     step_size_above = (tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 536870912), 1601175552) + 524288 >> 22) + 1
     step_size_below = block_min(step_size_pattern, live, MASKED) + -524288 >> 22
     step_size_units = tl.minimum(tl.maximum(step_size_above - tl.maximum(step_size_below, 128), 1), 64)
     step_size_first = step_size_above - step_size_units
-    step_size_cells = tl.minimum((256.5 * inverse(step_size_units.to(tl.float32))).to(tl.int32), 255)
     step_size_start = step_size_first << 22
-    step_size_scale = step_size_cells << 2
     step_size_half = step_size_units * 10240
     step_size_base = step_size_start + step_size_half
+    prev_scale_sub = 1601175552 - step_size_base
+    step_size_cells = tl.minimum((256.5 * inverse(step_size_units.to(tl.float32))).to(tl.int32), 255)
+    step_size_scale = step_size_cells << 2
     prev_scale_add = step_size_half * step_size_scale + -8388608
     step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_scale_add[:, None]
-    prev_scale_sub = 1601175552 - step_size_base
     step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], prev_scale_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
-    step_size_header = step_size_first + -128 << 8 | step_size_cells
-    prev_scale_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = prev_scale_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    prev_scale_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * prev_scale_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(prev_scale_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = prev_scale_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    prev_scale_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
     put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
+    step_size_header = step_size_first + -128 << 8 | step_size_cells
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
@@ -642,14 +661,16 @@ def rprop_float16(
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -662,6 +683,9 @@ def rprop_float16(
                 where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -673,6 +697,7 @@ def rprop_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rprop_float16_tile(
@@ -691,17 +716,18 @@ def rprop_float16(
                 before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            rprop_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
-                step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, live, live_block,
-                before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                rprop_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
+                    prev_scale_ptr + count // TILE * BLOCKS + part * FEW, step_size_ptr + start,
+                    step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -713,31 +739,38 @@ def rprop_float16_small_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
+    prev = get(prev_ptr, at, live, MASKED)
     g = grad_scale * g_cast
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    step_size = get(step_size_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    prev = get(prev_ptr, at, live, MASKED)
-    step_size = get(step_size_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
-    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     g_lt = agreement < 0.0
+    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
-    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
+    put(prev_ptr, at, prev, live, MASKED)
+    put(step_size_ptr, at, step_size, live, MASKED)
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -746,23 +779,16 @@ def rprop_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(prev_ptr, at, prev, live, MASKED)
-    put(step_size_ptr, at, step_size, live, MASKED)
 
 
 @triton.jit
@@ -783,7 +809,9 @@ def rprop_float16_small(
     step_size_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     numel = tl.load(row + 5)
     stream_key = tl.load(row + 7).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -793,6 +821,7 @@ def rprop_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             rprop_float16_small_tile(
@@ -809,15 +838,15 @@ def rprop_float16_small(
             before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
             step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        rprop_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, live,
-            before + start + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
-            step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            rprop_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
+                before + start + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
@@ -832,10 +861,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "rprop_float32": {"maxnreg": 96},
+    "rprop_float32": {"maxnreg": 64},
     "rprop_float32_small": {"maxnreg": 64},
-    "rprop_bfloat16": {"maxnreg": 96},
+    "rprop_bfloat16": {"maxnreg": 64},
     "rprop_bfloat16_small": {"maxnreg": 64},
-    "rprop_float16": {"maxnreg": 96},
+    "rprop_float16": {"maxnreg": 64},
     "rprop_float16_small": {"maxnreg": 64},
 }

@@ -144,9 +144,9 @@ struct sgd_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);               // bf16, nearest
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_stored = Grad::load(g_at + i);
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_momentum_zero, momentum_buffer, fma(scalar_1, p, scalar_0 * g_stored));
@@ -178,9 +178,9 @@ struct sgd_float16_has_momentum {
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_stored = Grad::load(g_at + i);
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_momentum_zero, momentum_buffer, fma(scalar_1, p, scalar_0 * g_stored));
@@ -213,16 +213,16 @@ struct sgd_float32_nesterov_has_momentum {
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);  // 20  g = l2(g, p, weight_decay)
-            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = g_3 + fma(scalar_3, g_3, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
             const F p_2 = fma(minus_lr, update, p);   // 25  p = p - lr * update
+            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -251,17 +251,17 @@ struct sgd_bfloat16_nesterov_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);    // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);   // 20  g = l2(g, p, weight_decay)
-            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = g_2 + fma(scalar_3, g_2, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
             const F p_2 = fma(minus_lr, update, p);  // 25  p = p - lr * update
+            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -292,17 +292,17 @@ struct sgd_float16_nesterov_has_momentum {
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);        // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);   // 20  g = l2(g, p, weight_decay)
-            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = g_2 + fma(scalar_3, g_2, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
             const F p_2 = fma(minus_lr, update, p);  // 25  p = p - lr * update
+            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             store(p_at + i, narrow_half(p_2));
             store(momentum_buffer_at + i, momentum_buffer_2);
         }

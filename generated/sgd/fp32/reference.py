@@ -21,9 +21,9 @@ def sgd_float32(p_tensor, g_tensor, lr, weight_decay, grad_scale, step_key, stre
     b = Blocks(p_tensor, 1)
     (lr, weight_decay, grad_scale) = scalars(p_tensor, lr, weight_decay, grad_scale)
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p  # 20  g = l2(g, p, weight_decay)
     p = p - lr * g            # 25  p = p - lr * update
@@ -36,10 +36,10 @@ def sgd_bfloat16(p_tensor, g_tensor, lr, weight_decay, grad_scale, step_key, str
     b = Blocks(p_tensor, 1)
     (lr, weight_decay, grad_scale) = scalars(p_tensor, lr, weight_decay, grad_scale)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p  # 20  g = l2(g, p, weight_decay)
     p = p - lr * g            # 25  p = p - lr * update
@@ -54,10 +54,10 @@ def sgd_float16(p_tensor, g_tensor, lr, weight_decay, grad_scale, step_key, stre
     b = Blocks(p_tensor, 1)
     (lr, weight_decay, grad_scale) = scalars(p_tensor, lr, weight_decay, grad_scale)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p  # 20  g = l2(g, p, weight_decay)
     p = p - lr * g            # 25  p = p - lr * update
@@ -76,10 +76,10 @@ def sgd_float32_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p      # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -101,11 +101,11 @@ def sgd_bfloat16_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p      # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -129,11 +129,11 @@ def sgd_float16_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p      # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -158,9 +158,9 @@ def sgd_float32_nesterov_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p                 # 20  g = l2(g, p, weight_decay)
@@ -188,10 +188,10 @@ def sgd_bfloat16_nesterov_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p                 # 20  g = l2(g, p, weight_decay)
@@ -221,10 +221,10 @@ def sgd_float16_nesterov_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p                 # 20  g = l2(g, p, weight_decay)

@@ -45,7 +45,9 @@ def sgd_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -61,11 +63,11 @@ def sgd_float32(
     start = tile * TILE
     if start + TILE <= count:
         sgd_float32_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float32_tile(p_ptr + start, g_ptr + start, at, live, lr_times_grad_scale, lr_times_weight_decay, True)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float32_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
@@ -99,7 +101,9 @@ def sgd_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -115,11 +119,11 @@ def sgd_bfloat16(
     start = tile * TILE
     if start + TILE <= count:
         sgd_bfloat16_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_bfloat16_tile(p_ptr + start, g_ptr + start, at, live, lr_times_grad_scale, lr_times_weight_decay, True)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_bfloat16_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
@@ -151,7 +155,9 @@ def sgd_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -167,11 +173,11 @@ def sgd_float16(
     start = tile * TILE
     if start + TILE <= count:
         sgd_float16_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float16_tile(p_ptr + start, g_ptr + start, at, live, lr_times_grad_scale, lr_times_weight_decay, True)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float16_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
@@ -189,8 +195,8 @@ def sgd_float32_has_momentum_tile(
     momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * g))
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -207,7 +213,9 @@ def sgd_float32_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -227,14 +235,14 @@ def sgd_float32_has_momentum(
             p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
             where_lt_one_t_momentum_zero, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, scalar_0, scalar_1,
-            where_lt_one_t_momentum_zero, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float32_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
+                where_lt_one_t_momentum_zero, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -244,19 +252,19 @@ def sgd_bfloat16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * widened(g_stored)))
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -273,7 +281,9 @@ def sgd_bfloat16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -293,14 +303,14 @@ def sgd_bfloat16_has_momentum(
             p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
             where_lt_one_t_momentum_zero, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, scalar_0, scalar_1,
-            where_lt_one_t_momentum_zero, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_bfloat16_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
+                where_lt_one_t_momentum_zero, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -310,17 +320,17 @@ def sgd_float16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * g_stored.to(tl.float32)))
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
@@ -337,7 +347,9 @@ def sgd_float16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -357,14 +369,14 @@ def sgd_float16_has_momentum(
             p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
             where_lt_one_t_momentum_zero, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, scalar_0, scalar_1,
-            where_lt_one_t_momentum_zero, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float16_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
+                where_lt_one_t_momentum_zero, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -375,20 +387,20 @@ def sgd_float32_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)   # 20  g = l2(g, p, weight_decay)
-    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
     p = tl.fma(minus_lr, update, p)  # 25  p = p - lr * update
+    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -407,7 +419,9 @@ def sgd_float32_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -429,15 +443,15 @@ def sgd_float32_nesterov_has_momentum(
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
             momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float32_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, weight_decay, grad_scale,
-            where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float32_nesterov_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -448,23 +462,23 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)   # 20  g = l2(g, p, weight_decay)
-    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
     p = tl.fma(minus_lr, update, p)  # 25  p = p - lr * update
+    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
 
 
 @triton.jit
@@ -483,7 +497,9 @@ def sgd_bfloat16_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -505,15 +521,15 @@ def sgd_bfloat16_nesterov_has_momentum(
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
             momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_bfloat16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, weight_decay, grad_scale,
-            where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_bfloat16_nesterov_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -524,21 +540,21 @@ def sgd_float16_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)   # 20  g = l2(g, p, weight_decay)
-    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
     p = tl.fma(minus_lr, update, p)  # 25  p = p - lr * update
+    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -557,7 +573,9 @@ def sgd_float16_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -579,15 +597,15 @@ def sgd_float16_nesterov_has_momentum(
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
             momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, weight_decay, grad_scale,
-            where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float16_nesterov_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

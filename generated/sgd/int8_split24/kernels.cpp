@@ -73,10 +73,10 @@ struct sgd_bfloat16 {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             // 25  p = p - lr * update
@@ -125,35 +125,35 @@ struct sgd_float16 {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             // 25  p = p - lr * update
             const F p_2 = p - fma(lr_times_weight_decay, p, lr_times_grad_scale * g_stored);
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -224,10 +224,10 @@ struct sgd_float32_has_momentum {
                 // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(momentum_buffer_scale_mul, momentum_buffer_code_2 / (254.0f - momentum_buffer_bend), fma(scalar_2, p, scalar_1 * g));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);  // 25  p = p - lr * update
+                const F momentum_buffer_scale_abs = abs(momentum_buffer);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_scale_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -347,13 +347,13 @@ struct sgd_bfloat16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -362,9 +362,9 @@ struct sgd_bfloat16_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_scale_abs = abs(momentum_buffer);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const F momentum_buffer_scale_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -434,12 +434,12 @@ struct sgd_bfloat16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_stored = Grad::load(g_at + i);
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_momentum_zero, momentum_buffer, fma(scalar_1, p, scalar_0 * g_stored));
@@ -512,41 +512,41 @@ struct sgd_float16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(momentum_buffer_scale_mul, momentum_buffer_code_2 / (254.0f - momentum_buffer_bend), fma(scalar_2, p, scalar_1 * g_stored));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);  // 25  p = p - lr * update
+                const I momentum_buffer_scale_bitcast = bits(p_2);
+                const I p_sign = momentum_buffer_scale_bitcast >> 16 & 32768;
+                const I p_magnitude = momentum_buffer_scale_bitcast & 2147483647;
+                const F momentum_buffer_scale_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * momentum_buffer_scale_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_scale_abs = abs(momentum_buffer);
-                const I momentum_buffer_scale_bitcast = bits(p_2);
-                const I p_magnitude = momentum_buffer_scale_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F momentum_buffer_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * momentum_buffer_scale_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(momentum_buffer_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = momentum_buffer_scale_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F momentum_buffer_scale_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -616,37 +616,37 @@ struct sgd_float16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_stored = Grad::load(g_at + i);
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_momentum_zero, momentum_buffer, fma(scalar_1, p, scalar_0 * g_stored));
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 25  p = p - lr * update
+            const I momentum_buffer_bitcast = bits(p_2);
+            const I p_sign = momentum_buffer_bitcast >> 16 & 32768;
+            const I p_magnitude = momentum_buffer_bitcast & 2147483647;
+            const F momentum_buffer_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * momentum_buffer_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I momentum_buffer_bitcast = bits(p_2);
-            const I p_magnitude = momentum_buffer_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F momentum_buffer_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * momentum_buffer_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(momentum_buffer_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = momentum_buffer_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -712,22 +712,22 @@ struct sgd_float32_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F p = load(p_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);               // 20  g = l2(g, p, weight_decay)
                 // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(where_lt_one_t_one_minus_dampening_one, g_3, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
                 const F update = fma(momentum, momentum_buffer, g_3);
                 const F p_2 = fma(minus_lr, update, p);                // 25  p = p - lr * update
+                const F p_abs = abs(momentum_buffer);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F p_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -782,16 +782,16 @@ struct sgd_float32_nesterov_has_momentum_small {
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);  // 20  g = l2(g, p, weight_decay)
-            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = g_3 + fma(scalar_3, g_3, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
             const F p_2 = fma(minus_lr, update, p);   // 25  p = p - lr * update
+            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -856,16 +856,16 @@ struct sgd_bfloat16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
                 const F g_2 = fma(weight_decay, p, g);                 // 20  g = l2(g, p, weight_decay)
                 // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
@@ -875,9 +875,9 @@ struct sgd_bfloat16_nesterov_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F p_abs = abs(momentum_buffer);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const F p_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -950,20 +950,20 @@ struct sgd_bfloat16_nesterov_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 20  g = l2(g, p, weight_decay)
-            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = g_2 + fma(scalar_3, g_2, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
             const F p_2 = fma(minus_lr, update, p);                // 25  p = p - lr * update
+            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1034,45 +1034,45 @@ struct sgd_float16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F g_stored = Grad::load(g_at + i);
+                const F g = grad_scale * g_stored;
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_2 = fma(weight_decay, p, g);                 // 20  g = l2(g, p, weight_decay)
                 // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
                 const F update = fma(momentum, momentum_buffer, g_2);
                 const F p_2 = fma(minus_lr, update, p);                // 25  p = p - lr * update
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 32768;
+                const I p_magnitude = p_bitcast & 2147483647;
+                const F p_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F p_abs = abs(momentum_buffer);
-                const I p_bitcast = bits(p_2);
-                const I p_magnitude = p_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F p_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -1145,41 +1145,41 @@ struct sgd_float16_nesterov_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);   // 20  g = l2(g, p, weight_decay)
-            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = g_2 + fma(scalar_3, g_2, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
             const F p_2 = fma(minus_lr, update, p);  // 25  p = p - lr * update
+            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -21,9 +21,9 @@ def sgd_float32(p_tensor, g_tensor, lr, weight_decay, grad_scale, step_key, stre
     b = Blocks(p_tensor, 1)
     (lr, weight_decay, grad_scale) = scalars(p_tensor, lr, weight_decay, grad_scale)
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p  # 20  g = l2(g, p, weight_decay)
     p = p - lr * g            # 25  p = p - lr * update
@@ -36,13 +36,13 @@ def sgd_bfloat16(p_tensor, g_tensor, weight_low_tensor, lr, weight_decay, grad_s
     b = Blocks(p_tensor, 1)
     (lr, weight_decay, grad_scale) = scalars(p_tensor, lr, weight_decay, grad_scale)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p  # 20  g = l2(g, p, weight_decay)
     p = p - lr * g            # 25  p = p - lr * update
@@ -66,23 +66,29 @@ def sgd_float16(p_tensor, g_tensor, weight_low_tensor, lr, weight_decay, grad_sc
     b = Blocks(p_tensor, 1)
     (lr, weight_decay, grad_scale) = scalars(p_tensor, lr, weight_decay, grad_scale)
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p  # 20  g = l2(g, p, weight_decay)
     p = p - lr * g            # 25  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -91,18 +97,12 @@ def sgd_float16(p_tensor, g_tensor, weight_low_tensor, lr, weight_decay, grad_sc
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -120,8 +120,7 @@ def sgd_float32_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -131,21 +130,14 @@ def sgd_float32_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = b.elements(p_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p      # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer_value + where_lt_one_t_one_minus_dampening_one * g
     p = p - lr * momentum_buffer  # 25  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    word_and = b.index() & 7
-    # 32 random bits: hash(element, tensor, step)
-    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     momentum_buffer_scale_abs = momentum_buffer.abs()
     momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -154,6 +146,14 @@ def sgd_float32_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_and = b.index() & 7
+    # 32 random bits: hash(element, tensor, step)
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
@@ -170,10 +170,10 @@ def sgd_float32_has_momentum_small(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p      # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -196,12 +196,11 @@ def sgd_bfloat16_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -211,7 +210,8 @@ def sgd_bfloat16_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p      # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -226,6 +226,8 @@ def sgd_bfloat16_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     momentum_buffer_scale_abs = momentum_buffer.abs()
     momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -234,8 +236,6 @@ def sgd_bfloat16_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -253,14 +253,14 @@ def sgd_bfloat16_has_momentum_small(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p      # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -294,17 +294,17 @@ def sgd_float16_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -314,14 +314,20 @@ def sgd_float16_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p      # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer_value + where_lt_one_t_one_minus_dampening_one * g
     p = p - lr * momentum_buffer  # 25  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -330,6 +336,14 @@ def sgd_float16_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     momentum_buffer_scale_abs = momentum_buffer.abs()
     momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -338,20 +352,6 @@ def sgd_float16_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -369,26 +369,32 @@ def sgd_float16_has_momentum_small(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p      # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
     p = p - lr * momentum_buffer  # 25  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -397,18 +403,12 @@ def sgd_float16_has_momentum_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -430,6 +430,7 @@ def sgd_float32_nesterov_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
@@ -441,7 +442,6 @@ def sgd_float32_nesterov_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = b.elements(p_tensor)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p                 # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -450,14 +450,6 @@ def sgd_float32_nesterov_has_momentum(
     update = g + momentum * momentum_buffer
     p = p - lr * update                      # 25  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    word_and = b.index() & 7
-    # 32 random bits: hash(element, tensor, step)
-    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     momentum_buffer_scale_abs = momentum_buffer.abs()
     momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -466,6 +458,14 @@ def sgd_float32_nesterov_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_and = b.index() & 7
+    # 32 random bits: hash(element, tensor, step)
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
@@ -485,9 +485,9 @@ def sgd_float32_nesterov_has_momentum_small(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p                 # 20  g = l2(g, p, weight_decay)
@@ -516,12 +516,13 @@ def sgd_bfloat16_nesterov_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -531,7 +532,6 @@ def sgd_bfloat16_nesterov_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p                 # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -548,6 +548,8 @@ def sgd_bfloat16_nesterov_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     momentum_buffer_scale_abs = momentum_buffer.abs()
     momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -556,8 +558,6 @@ def sgd_bfloat16_nesterov_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -578,13 +578,13 @@ def sgd_bfloat16_nesterov_has_momentum_small(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p                 # 20  g = l2(g, p, weight_decay)
@@ -624,17 +624,19 @@ def sgd_float16_nesterov_has_momentum(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -644,8 +646,6 @@ def sgd_float16_nesterov_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p                 # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -654,6 +654,12 @@ def sgd_float16_nesterov_has_momentum(
     update = g + momentum * momentum_buffer
     p = p - lr * update                      # 25  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -662,6 +668,14 @@ def sgd_float16_nesterov_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     momentum_buffer_scale_abs = momentum_buffer.abs()
     momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -670,20 +684,6 @@ def sgd_float16_nesterov_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -704,19 +704,19 @@ def sgd_float16_nesterov_has_momentum_small(
         where_lt_one_t_one_minus_dampening_one,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/sgd.py)
     g = g + weight_decay * p                 # 20  g = l2(g, p, weight_decay)
@@ -726,6 +726,12 @@ def sgd_float16_nesterov_has_momentum_small(
     update = g + momentum * momentum_buffer
     p = p - lr * update                      # 25  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -734,18 +740,12 @@ def sgd_float16_nesterov_has_momentum_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -774,10 +774,10 @@ def sgd_float32_encode(values):
 def sgd_bfloat16_decode(p_tensor, weight_low_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     return {
         "p": b.flat(p),
@@ -799,14 +799,14 @@ def sgd_bfloat16_encode(values):
 def sgd_float16_decode(p_tensor, weight_low_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -820,16 +820,16 @@ def sgd_float16_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -841,6 +841,7 @@ def sgd_float16_encode(values):
 def sgd_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -850,7 +851,6 @@ def sgd_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_b
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "momentum_buffer": b.flat(momentum_buffer_value),
@@ -860,8 +860,8 @@ def sgd_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_b
 def sgd_float32_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
+    in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -903,10 +903,11 @@ def sgd_bfloat16_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -916,7 +917,6 @@ def sgd_bfloat16_has_momentum_decode(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     return {
         "p": b.flat(p),
         "momentum_buffer": b.flat(momentum_buffer_value),
@@ -926,8 +926,10 @@ def sgd_bfloat16_has_momentum_decode(
 def sgd_bfloat16_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
+    in_momentum_buffer = b.elements(values["momentum_buffer"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -935,8 +937,6 @@ def sgd_bfloat16_has_momentum_encode(values):
     momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
     in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -948,10 +948,10 @@ def sgd_bfloat16_has_momentum_encode(values):
 def sgd_bfloat16_has_momentum_small_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
@@ -979,15 +979,17 @@ def sgd_float16_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -997,8 +999,6 @@ def sgd_float16_has_momentum_decode(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     return {
         "p": b.flat(p),
         "momentum_buffer": b.flat(momentum_buffer_value),
@@ -1008,8 +1008,21 @@ def sgd_float16_has_momentum_decode(
 def sgd_float16_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
+    in_momentum_buffer = b.elements(values["momentum_buffer"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -1017,19 +1030,6 @@ def sgd_float16_has_momentum_encode(values):
     momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
     in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1041,14 +1041,14 @@ def sgd_float16_has_momentum_encode(values):
 def sgd_float16_has_momentum_small_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -1065,16 +1065,16 @@ def sgd_float16_has_momentum_small_encode(values):
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

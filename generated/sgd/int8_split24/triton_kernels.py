@@ -15,7 +15,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -45,7 +45,9 @@ def sgd_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -61,11 +63,11 @@ def sgd_float32(
     start = tile * TILE
     if start + TILE <= count:
         sgd_float32_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float32_tile(p_ptr + start, g_ptr + start, at, live, lr_times_grad_scale, lr_times_weight_decay, True)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float32_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
@@ -75,8 +77,8 @@ def sgd_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -93,8 +95,8 @@ def sgd_bfloat16_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
@@ -113,7 +115,9 @@ def sgd_bfloat16(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     numel = tl.load(row + 3)
     stream_key = tl.load(row + 5).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -121,6 +125,7 @@ def sgd_bfloat16(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgd_bfloat16_tile(
@@ -135,14 +140,14 @@ def sgd_bfloat16(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + at, lr_times_grad_scale,
             lr_times_weight_decay, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_bfloat16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, live, before + start + at, lr_times_grad_scale,
-            lr_times_weight_decay, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_bfloat16_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, before + start + few,
+                lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -152,14 +157,14 @@ def sgd_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -168,6 +173,11 @@ def sgd_float16_tile(
     # 25  p = p - lr * update
     p = p - tl.fma(lr_times_weight_decay, p, lr_times_grad_scale * g_stored.to(tl.float32))
     # -- encode and store
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -176,20 +186,15 @@ def sgd_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
@@ -208,7 +213,9 @@ def sgd_float16(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     numel = tl.load(row + 3)
     stream_key = tl.load(row + 5).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -216,6 +223,7 @@ def sgd_float16(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgd_float16_tile(
@@ -230,14 +238,14 @@ def sgd_float16(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + at, lr_times_grad_scale,
             lr_times_weight_decay, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, live, before + start + at, lr_times_grad_scale,
-            lr_times_weight_decay, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float16_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, before + start + few,
+                lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -262,6 +270,15 @@ def sgd_float32_has_momentum_tile(
     momentum_buffer = tl.fma(momentum_buffer_scale_mul[:, None], momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend), tl.fma(scalar_2, p, scalar_1 * g))
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    momentum_buffer_scale_abs = tl.abs(momentum_buffer)
+    momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
+    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
+    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
+    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
+    momentum_buffer_scale_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_scale_abs, momentum_buffer_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -270,16 +287,7 @@ def sgd_float32_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_abs = tl.abs(momentum_buffer)
-    momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
-    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
-    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_scale_abs, momentum_buffer_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -300,14 +308,16 @@ def sgd_float32_has_momentum(
     columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -319,6 +329,9 @@ def sgd_float32_has_momentum(
                 where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -327,6 +340,7 @@ def sgd_float32_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgd_float32_has_momentum_tile(
@@ -343,16 +357,17 @@ def sgd_float32_has_momentum(
                 at_block, at, at_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgd_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1, scalar_2,
-                minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgd_float32_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
+                    True,
+                )
 
 
 @triton.jit
@@ -370,8 +385,8 @@ def sgd_float32_has_momentum_small_tile(
     momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * g))
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -388,7 +403,9 @@ def sgd_float32_has_momentum_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -408,14 +425,14 @@ def sgd_float32_has_momentum_small(
             p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
             where_lt_one_t_momentum_zero, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, scalar_0, scalar_1,
-            where_lt_one_t_momentum_zero, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float32_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
+                where_lt_one_t_momentum_zero, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -426,8 +443,6 @@ def sgd_bfloat16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -435,6 +450,8 @@ def sgd_bfloat16_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -452,19 +469,19 @@ def sgd_bfloat16_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     momentum_buffer_scale_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     momentum_buffer_scale_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_scale_abs, momentum_buffer_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -486,14 +503,16 @@ def sgd_bfloat16_has_momentum(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -506,6 +525,9 @@ def sgd_bfloat16_has_momentum(
                 True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -515,6 +537,7 @@ def sgd_bfloat16_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgd_bfloat16_has_momentum_tile(
@@ -531,16 +554,17 @@ def sgd_bfloat16_has_momentum(
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
                 where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgd_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgd_bfloat16_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
+                    True,
+                )
 
 
 @triton.jit
@@ -550,17 +574,18 @@ def sgd_bfloat16_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * widened(g_stored)))
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -570,10 +595,9 @@ def sgd_bfloat16_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -592,7 +616,9 @@ def sgd_bfloat16_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -601,6 +627,7 @@ def sgd_bfloat16_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgd_bfloat16_has_momentum_small_tile(
@@ -616,15 +643,15 @@ def sgd_bfloat16_has_momentum_small(
             before + start + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
             False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_bfloat16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
-            before + start + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
-            True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_bfloat16_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                before + start + few, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
+                True,
+            )
 
 
 @triton.jit
@@ -635,15 +662,6 @@ def sgd_float16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -651,6 +669,15 @@ def sgd_float16_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -660,6 +687,11 @@ def sgd_float16_has_momentum_tile(
     momentum_buffer = tl.fma(momentum_buffer_scale_mul[:, None], momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend), tl.fma(scalar_2, p, scalar_1 * g_stored.to(tl.float32)))
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
+    momentum_buffer_scale_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = momentum_buffer_scale_bitcast >> 16 & 32768
+    p_magnitude = momentum_buffer_scale_bitcast & 2147483647
+    momentum_buffer_scale_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * momentum_buffer_scale_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -668,30 +700,25 @@ def sgd_float16_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(momentum_buffer_scale_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     momentum_buffer_scale_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     momentum_buffer_scale_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_scale_abs, momentum_buffer_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    momentum_buffer_scale_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = momentum_buffer_scale_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    momentum_buffer_scale_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * momentum_buffer_scale_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(momentum_buffer_scale_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = momentum_buffer_scale_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -713,14 +740,16 @@ def sgd_float16_has_momentum(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -733,6 +762,9 @@ def sgd_float16_has_momentum(
                 True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -742,6 +774,7 @@ def sgd_float16_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgd_float16_has_momentum_tile(
@@ -758,16 +791,17 @@ def sgd_float16_has_momentum(
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at,
                 where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgd_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgd_float16_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
+                    True,
+                )
 
 
 @triton.jit
@@ -777,24 +811,30 @@ def sgd_float16_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * g_stored.to(tl.float32)))
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    momentum_buffer_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = momentum_buffer_bitcast >> 16 & 32768
+    p_magnitude = momentum_buffer_bitcast & 2147483647
+    momentum_buffer_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * momentum_buffer_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -803,22 +843,16 @@ def sgd_float16_has_momentum_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = momentum_buffer_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    momentum_buffer_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * momentum_buffer_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(momentum_buffer_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(momentum_buffer_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = momentum_buffer_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -837,7 +871,9 @@ def sgd_float16_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -846,6 +882,7 @@ def sgd_float16_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgd_float16_has_momentum_small_tile(
@@ -861,15 +898,15 @@ def sgd_float16_has_momentum_small(
             before + start + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
             False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
-            before + start + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
-            True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float16_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                before + start + few, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key,
+                True,
+            )
 
 
 @triton.jit
@@ -880,6 +917,7 @@ def sgd_float32_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
@@ -889,7 +927,6 @@ def sgd_float32_nesterov_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)                 # 20  g = l2(g, p, weight_decay)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
@@ -899,6 +936,15 @@ def sgd_float32_nesterov_has_momentum_tile(
     update = tl.fma(momentum, momentum_buffer, g)
     p = tl.fma(minus_lr, update, p)                # 25  p = p - lr * update
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    p_abs = tl.abs(momentum_buffer)
+    momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
+    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
+    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
+    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
+    p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -907,16 +953,7 @@ def sgd_float32_nesterov_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_abs = tl.abs(momentum_buffer)
-    momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
-    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
-    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
-    p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -938,14 +975,16 @@ def sgd_float32_nesterov_has_momentum(
     columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -958,6 +997,9 @@ def sgd_float32_nesterov_has_momentum(
                 minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -966,6 +1008,7 @@ def sgd_float32_nesterov_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgd_float32_nesterov_has_momentum_tile(
@@ -983,17 +1026,17 @@ def sgd_float32_nesterov_has_momentum(
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                 False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgd_float32_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, momentum, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgd_float32_nesterov_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1004,20 +1047,20 @@ def sgd_float32_nesterov_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    p = get(p_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)   # 20  g = l2(g, p, weight_decay)
-    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
     p = tl.fma(minus_lr, update, p)  # 25  p = p - lr * update
+    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -1036,7 +1079,9 @@ def sgd_float32_nesterov_has_momentum_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1058,15 +1103,15 @@ def sgd_float32_nesterov_has_momentum_small(
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
             momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float32_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, weight_decay, grad_scale,
-            where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float32_nesterov_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -1077,10 +1122,12 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -1088,8 +1135,6 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)                 # 20  g = l2(g, p, weight_decay)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
@@ -1107,19 +1152,19 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -1142,14 +1187,16 @@ def sgd_bfloat16_nesterov_has_momentum(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1162,6 +1209,9 @@ def sgd_bfloat16_nesterov_has_momentum(
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1171,6 +1221,7 @@ def sgd_bfloat16_nesterov_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgd_bfloat16_nesterov_has_momentum_tile(
@@ -1189,17 +1240,17 @@ def sgd_bfloat16_nesterov_has_momentum(
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgd_bfloat16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, momentum,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgd_bfloat16_nesterov_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1211,21 +1262,22 @@ def sgd_bfloat16_nesterov_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * widened(g_stored)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)   # 20  g = l2(g, p, weight_decay)
-    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
     p = tl.fma(minus_lr, update, p)  # 25  p = p - lr * update
+    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1235,10 +1287,9 @@ def sgd_bfloat16_nesterov_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
 
 
 @triton.jit
@@ -1259,7 +1310,9 @@ def sgd_bfloat16_nesterov_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1268,6 +1321,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgd_bfloat16_nesterov_has_momentum_small_tile(
@@ -1285,16 +1339,16 @@ def sgd_bfloat16_nesterov_has_momentum_small(
             where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
             step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_bfloat16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
-            before + start + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-            where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-            step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_bfloat16_nesterov_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                before + start + few, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
+                step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -1305,17 +1359,19 @@ def sgd_float16_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -1323,8 +1379,6 @@ def sgd_float16_nesterov_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)                 # 20  g = l2(g, p, weight_decay)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
@@ -1334,6 +1388,11 @@ def sgd_float16_nesterov_has_momentum_tile(
     update = tl.fma(momentum, momentum_buffer, g)
     p = tl.fma(minus_lr, update, p)                # 25  p = p - lr * update
     # -- encode and store
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1342,30 +1401,25 @@ def sgd_float16_nesterov_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -1388,14 +1442,16 @@ def sgd_float16_nesterov_has_momentum(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1408,6 +1464,9 @@ def sgd_float16_nesterov_has_momentum(
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1417,6 +1476,7 @@ def sgd_float16_nesterov_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgd_float16_nesterov_has_momentum_tile(
@@ -1435,17 +1495,17 @@ def sgd_float16_nesterov_has_momentum(
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
                 step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgd_float16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, momentum,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgd_float16_nesterov_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1457,28 +1517,34 @@ def sgd_float16_nesterov_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    g = grad_scale * g_stored.to(tl.float32)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
     g = tl.fma(weight_decay, p, g)   # 20  g = l2(g, p, weight_decay)
-    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
     p = tl.fma(minus_lr, update, p)  # 25  p = p - lr * update
+    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1487,22 +1553,16 @@ def sgd_float16_nesterov_has_momentum_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
 
 
 @triton.jit
@@ -1523,7 +1583,9 @@ def sgd_float16_nesterov_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1532,6 +1594,7 @@ def sgd_float16_nesterov_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgd_float16_nesterov_has_momentum_small_tile(
@@ -1549,16 +1612,16 @@ def sgd_float16_nesterov_has_momentum_small(
             where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
             step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgd_float16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
-            before + start + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-            where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-            step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgd_float16_nesterov_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                before + start + few, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
+                step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -31,8 +31,8 @@ struct sgdw_float32 {
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
+            const F p = load(p_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;     // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_times_grad_scale, g, p_2);  // 25  p = p - lr * update
             store(p_at + i, p_3);
@@ -56,9 +56,9 @@ struct sgdw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
+            const F g_stored = Grad::load(g_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_bfloat16(p_stored);                         // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;            // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_times_grad_scale, g_stored, p_2);  // 25  p = p - lr * update
             const I p_x_bits = bits(p_3);
@@ -84,9 +84,9 @@ struct sgdw_float16 {
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
+            const F g_stored = Grad::load(g_at + i);
             const I p_stored = load(p_at + i);
             const F p = widen_half(p_stored);                             // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;            // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_times_grad_scale, g_stored, p_2);  // 25  p = p - lr * update
             store(p_at + i, narrow_half(p_3));
@@ -114,13 +114,13 @@ struct sgdw_float32_has_momentum {
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
             const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -152,10 +152,10 @@ struct sgdw_bfloat16_has_momentum {
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
             const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -189,10 +189,10 @@ struct sgdw_float16_has_momentum {
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
             const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             store(p_at + i, narrow_half(p_2));
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -224,12 +224,12 @@ struct sgdw_float32_nesterov_has_momentum {
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F p = load(p_at + i);
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(grad_scale, g, fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);           // 25  p = p - lr * update
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             store(p_at + i, p_3);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -258,17 +258,17 @@ struct sgdw_bfloat16_nesterov_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             const F g_cast = g_stored;
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(grad_scale, g_cast, fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);           // 25  p = p - lr * update
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
@@ -299,17 +299,17 @@ struct sgdw_float16_nesterov_has_momentum {
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(grad_scale, g_cast, fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);           // 25  p = p - lr * update
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             store(p_at + i, narrow_half(p_3));
             store(momentum_buffer_at + i, momentum_buffer_2);
         }

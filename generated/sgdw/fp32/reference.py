@@ -23,9 +23,9 @@ def sgdw_float32(p_tensor, g_tensor, lr, grad_scale, one_minus_lr_times_weight_d
         p_tensor, lr, grad_scale, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     # -- update  (specs/sgdw.py)
     p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     p = p - lr * g                           # 25  p = p - lr * update
@@ -40,10 +40,10 @@ def sgdw_bfloat16(p_tensor, g_tensor, lr, grad_scale, one_minus_lr_times_weight_
         p_tensor, lr, grad_scale, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgdw.py)
     p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     p = p - lr * g                           # 25  p = p - lr * update
@@ -60,10 +60,10 @@ def sgdw_float16(p_tensor, g_tensor, lr, grad_scale, one_minus_lr_times_weight_d
         p_tensor, lr, grad_scale, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgdw.py)
     p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     p = p - lr * g                           # 25  p = p - lr * update
@@ -85,14 +85,14 @@ def sgdw_float32_has_momentum(
         one_minus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    momentum_buffer = b.elements(momentum_buffer_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    momentum_buffer = b.elements(momentum_buffer_tensor)
-    p = b.elements(p_tensor)
     # -- update  (specs/sgdw.py)
+    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
-    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     p = p - lr * momentum_buffer             # 25  p = p - lr * update
     # -- encode and store
     b.store(p_tensor, p)
@@ -113,15 +113,15 @@ def sgdw_bfloat16_has_momentum(
         one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgdw.py)
+    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
-    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     p = p - lr * momentum_buffer             # 25  p = p - lr * update
     # -- encode and store
     p_x_bits = p.view(torch.int32)
@@ -144,15 +144,15 @@ def sgdw_float16_has_momentum(
         one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgdw.py)
+    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
-    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     p = p - lr * momentum_buffer             # 25  p = p - lr * update
     # -- encode and store
     b.store(p_tensor, p.to(torch.float16))
@@ -173,16 +173,16 @@ def sgdw_float32_nesterov_has_momentum(
         one_minus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     momentum_buffer = b.elements(momentum_buffer_tensor)
-    p = b.elements(p_tensor)
     # -- update  (specs/sgdw.py)
+    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
     # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = g + momentum * momentum_buffer
-    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     p = p - lr * update                      # 25  p = p - lr * update
     # -- encode and store
     b.store(p_tensor, p)
@@ -203,17 +203,17 @@ def sgdw_bfloat16_nesterov_has_momentum(
         one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/sgdw.py)
+    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
     # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = g + momentum * momentum_buffer
-    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     p = p - lr * update                      # 25  p = p - lr * update
     # -- encode and store
     p_x_bits = p.view(torch.int32)
@@ -236,17 +236,17 @@ def sgdw_float16_nesterov_has_momentum(
         one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     # -- update  (specs/sgdw.py)
+    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
     # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = g + momentum * momentum_buffer
-    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     p = p - lr * update                      # 25  p = p - lr * update
     # -- encode and store
     b.store(p_tensor, p.to(torch.float16))

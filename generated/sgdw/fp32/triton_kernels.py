@@ -24,8 +24,8 @@ def sgdw_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     p = one_minus_lr_times_weight_decay * p      # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_times_grad_scale, g, p)  # 25  p = p - lr * update
@@ -46,7 +46,9 @@ def sgdw_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -64,13 +66,14 @@ def sgdw_float32(
         sgdw_float32_tile(
             p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float32_tile(
-            p_ptr + start, g_ptr + start, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float32_tile(
+                p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+                True,
+            )
 
 
 @triton.jit
@@ -79,9 +82,9 @@ def sgdw_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     p = one_minus_lr_times_weight_decay * p                      # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_times_grad_scale, widened(g_stored), p)  # 25  p = p - lr * update
@@ -104,7 +107,9 @@ def sgdw_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -122,13 +127,14 @@ def sgdw_bfloat16(
         sgdw_bfloat16_tile(
             p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_bfloat16_tile(
+                p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+                True,
+            )
 
 
 @triton.jit
@@ -137,9 +143,9 @@ def sgdw_float16_tile(
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     p = one_minus_lr_times_weight_decay * p                            # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_times_grad_scale, g_stored.to(tl.float32), p)  # 25  p = p - lr * update
@@ -160,7 +166,9 @@ def sgdw_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -178,13 +186,14 @@ def sgdw_float16(
         sgdw_float16_tile(
             p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float16_tile(
-            p_ptr + start, g_ptr + start, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float16_tile(
+                p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+                True,
+            )
 
 
 @triton.jit
@@ -194,17 +203,17 @@ def sgdw_float32_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
     p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -222,7 +231,9 @@ def sgdw_float32_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -243,14 +254,14 @@ def sgdw_float32_has_momentum(
             p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
             scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float32_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
+                scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
+            )
 
 
 @triton.jit
@@ -266,15 +277,15 @@ def sgdw_bfloat16_has_momentum_tile(
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     g_cast = widened(g_stored)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
     p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
 
 
 @triton.jit
@@ -292,7 +303,9 @@ def sgdw_bfloat16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -313,14 +326,14 @@ def sgdw_bfloat16_has_momentum(
             p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
             scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_bfloat16_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
+                scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
+            )
 
 
 @triton.jit
@@ -336,13 +349,13 @@ def sgdw_float16_has_momentum_tile(
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     g_cast = g_stored.to(tl.float32)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
     p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -360,7 +373,9 @@ def sgdw_float16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -381,14 +396,14 @@ def sgdw_float16_has_momentum(
             p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
             scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float16_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
+                scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
+            )
 
 
 @triton.jit
@@ -403,15 +418,15 @@ def sgdw_float32_nesterov_has_momentum_tile(
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g, tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
     p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -430,7 +445,9 @@ def sgdw_float32_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -452,15 +469,15 @@ def sgdw_float32_nesterov_has_momentum(
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
             one_minus_lr_times_weight_decay, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float32_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float32_nesterov_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
+                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -471,23 +488,23 @@ def sgdw_bfloat16_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/sgdw.py)
     g_cast = widened(g_stored)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
     p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
 
 
 @triton.jit
@@ -506,7 +523,9 @@ def sgdw_bfloat16_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -528,15 +547,15 @@ def sgdw_bfloat16_nesterov_has_momentum(
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
             one_minus_lr_times_weight_decay, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_bfloat16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_bfloat16_nesterov_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
+                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -547,21 +566,21 @@ def sgdw_float16_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/sgdw.py)
     g_cast = g_stored.to(tl.float32)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
     p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -580,7 +599,9 @@ def sgdw_float16_nesterov_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -602,15 +623,15 @@ def sgdw_float16_nesterov_has_momentum(
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
             one_minus_lr_times_weight_decay, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float16_nesterov_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
+                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, minus_lr, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -31,8 +31,8 @@ struct sgdw_float32 {
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
+            const F p = load(p_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;     // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_times_grad_scale, g, p_2);  // 25  p = p - lr * update
             store(p_at + i, p_3);
@@ -73,12 +73,12 @@ struct sgdw_bfloat16 {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F g_stored = Grad::load(g_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;            // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_times_grad_scale, g_stored, p_2);  // 25  p = p - lr * update
             const I word_and = lane(i);
@@ -125,35 +125,35 @@ struct sgdw_float16 {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F g_stored = Grad::load(g_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F g_stored = Grad::load(g_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;            // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_times_grad_scale, g_stored, p_2);  // 25  p = p - lr * update
+            const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
+            const I p_magnitude = g_bitcast & 2147483647;
+            const F g_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * g_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I g_bitcast = bits(p_3);
-            const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -216,19 +216,19 @@ struct sgdw_float32_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F g = Grad::load(g_at + i);
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g = Grad::load(g_at + i);
                 const F p = load(p_at + i);
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(scalar_1, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, momentum_buffer, p_2);  // 25  p = p - lr * update
+                const F g_abs = abs(momentum_buffer);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -281,13 +281,13 @@ struct sgdw_float32_has_momentum_small {
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
             const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -350,15 +350,15 @@ struct sgdw_bfloat16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
+                const F g_stored = Grad::load(g_at + i);
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(scalar_1, g_stored, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = one_minus_lr_times_weight_decay * p;     // 24  p = decoupled(p, lr, weight_decay)
@@ -366,9 +366,9 @@ struct sgdw_bfloat16_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const F g_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -439,18 +439,18 @@ struct sgdw_bfloat16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
             const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -519,42 +519,42 @@ struct sgdw_float16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const F g_stored = Grad::load(g_at + i);
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F g_stored = Grad::load(g_at + i);
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(scalar_1, g_stored, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, momentum_buffer, p_2);  // 25  p = p - lr * update
+                const I g_bitcast = bits(p_3);
+                const I p_sign = g_bitcast >> 16 & 32768;
+                const I p_magnitude = g_bitcast & 2147483647;
+                const F g_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
-                const I g_bitcast = bits(p_3);
-                const I p_magnitude = g_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F g_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -625,39 +625,39 @@ struct sgdw_float16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
             const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 32768;
+            const I p_magnitude = p_bitcast & 2147483647;
+            const F p_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_bitcast = bits(p_2);
-            const I p_magnitude = p_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_sign = p_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -722,19 +722,19 @@ struct sgdw_float32_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F p = load(p_at + i);
+                const F g = Grad::load(g_at + i);
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g = Grad::load(g_at + i);
-                const F p = load(p_at + i);
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(scalar_1, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 // 25  p = p - lr * update
                 const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g));
+                const F g_abs = abs(momentum_buffer);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -792,12 +792,12 @@ struct sgdw_float32_nesterov_has_momentum_small {
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F p = load(p_at + i);
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(grad_scale, g, fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);           // 25  p = p - lr * update
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             store(p_at + i, p_3);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -861,15 +861,15 @@ struct sgdw_bfloat16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(scalar_1, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
@@ -878,9 +878,9 @@ struct sgdw_bfloat16_nesterov_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const F g_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -953,20 +953,20 @@ struct sgdw_bfloat16_nesterov_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(grad_scale, g_cast, fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
             const F p_2 = one_minus_lr_times_weight_decay * p;     // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);              // 25  p = p - lr * update
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1036,43 +1036,43 @@ struct sgdw_float16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
                 const I p_stored = load(p_at + i);
                 const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
+                const I momentum_buffer_code = load(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(scalar_1, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 // 25  p = p - lr * update
                 const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast));
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 32768;
+                const I p_magnitude = p_bitcast & 2147483647;
+                const F p_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
-                const I p_bitcast = bits(p_2);
-                const I p_magnitude = p_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_sign = p_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F g_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -1145,41 +1145,41 @@ struct sgdw_float16_nesterov_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(grad_scale, g_cast, fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);           // 25  p = p - lr * update
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
+            const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
+            const I p_magnitude = g_bitcast & 2147483647;
+            const F g_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * g_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I g_bitcast = bits(p_3);
-            const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -15,7 +15,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, minus, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -24,8 +24,8 @@ def sgdw_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     p = one_minus_lr_times_weight_decay * p      # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_times_grad_scale, g, p)  # 25  p = p - lr * update
@@ -46,7 +46,9 @@ def sgdw_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -64,13 +66,14 @@ def sgdw_float32(
         sgdw_float32_tile(
             p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float32_tile(
-            p_ptr + start, g_ptr + start, at, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float32_tile(
+                p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+                True,
+            )
 
 
 @triton.jit
@@ -80,11 +83,11 @@ def sgdw_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     p = one_minus_lr_times_weight_decay * p                      # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_times_grad_scale, widened(g_stored), p)  # 25  p = p - lr * update
@@ -98,8 +101,8 @@ def sgdw_bfloat16_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
@@ -118,7 +121,9 @@ def sgdw_bfloat16(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     numel = tl.load(row + 3)
     stream_key = tl.load(row + 5).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -126,6 +131,7 @@ def sgdw_bfloat16(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgdw_bfloat16_tile(
@@ -140,14 +146,14 @@ def sgdw_bfloat16(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + at,
             one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, live, before + start + at,
-            one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_bfloat16_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, before + start + few,
+                one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -157,22 +163,27 @@ def sgdw_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    g_stored = get(g_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     p = one_minus_lr_times_weight_decay * p                            # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_times_grad_scale, g_stored.to(tl.float32), p)  # 25  p = p - lr * update
     # -- encode and store
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -181,20 +192,15 @@ def sgdw_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
@@ -213,7 +219,9 @@ def sgdw_float16(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     numel = tl.load(row + 3)
     stream_key = tl.load(row + 5).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -221,6 +229,7 @@ def sgdw_float16(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgdw_float16_tile(
@@ -235,14 +244,14 @@ def sgdw_float16(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + at,
             one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float16_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, live, before + start + at,
-            one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float16_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, before + start + few,
+                one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -253,6 +262,7 @@ def sgdw_float32_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -260,7 +270,6 @@ def sgdw_float32_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
@@ -269,6 +278,15 @@ def sgdw_float32_has_momentum_tile(
     p = one_minus_lr_times_weight_decay * p   # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    g_abs = tl.abs(momentum_buffer)
+    momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
+    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
+    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
+    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
+    g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -277,16 +295,7 @@ def sgdw_float32_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_abs = tl.abs(momentum_buffer)
-    momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
-    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
-    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
-    g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -308,14 +317,16 @@ def sgdw_float32_has_momentum(
     columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -328,6 +339,9 @@ def sgdw_float32_has_momentum(
                 True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -336,6 +350,7 @@ def sgdw_float32_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgdw_float32_has_momentum_tile(
@@ -352,16 +367,17 @@ def sgdw_float32_has_momentum(
                 at_block, at, at_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgdw_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgdw_float32_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -371,17 +387,17 @@ def sgdw_float32_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
     p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -399,7 +415,9 @@ def sgdw_float32_has_momentum_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -420,14 +438,14 @@ def sgdw_float32_has_momentum_small(
             p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
             scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float32_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
+                scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
+            )
 
 
 @triton.jit
@@ -438,8 +456,7 @@ def sgdw_bfloat16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -447,9 +464,10 @@ def sgdw_bfloat16_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -465,19 +483,19 @@ def sgdw_bfloat16_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     g_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -500,14 +518,16 @@ def sgdw_bfloat16_has_momentum(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -520,6 +540,9 @@ def sgdw_bfloat16_has_momentum(
                 step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -529,6 +552,7 @@ def sgdw_bfloat16_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgdw_bfloat16_has_momentum_tile(
@@ -546,17 +570,17 @@ def sgdw_bfloat16_has_momentum(
                 where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgdw_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-                True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgdw_bfloat16_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -567,19 +591,20 @@ def sgdw_bfloat16_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     g_cast = widened(g_stored)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
     p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -589,10 +614,9 @@ def sgdw_bfloat16_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
 
 
 @triton.jit
@@ -612,7 +636,9 @@ def sgdw_bfloat16_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -621,6 +647,7 @@ def sgdw_bfloat16_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgdw_bfloat16_has_momentum_small_tile(
@@ -637,15 +664,15 @@ def sgdw_bfloat16_has_momentum_small(
             before + start + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero,
             scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_bfloat16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
-            before + start + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero,
-            scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_bfloat16_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                before + start + few, where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero,
+                scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -656,15 +683,7 @@ def sgdw_float16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -672,9 +691,17 @@ def sgdw_float16_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -682,6 +709,11 @@ def sgdw_float16_has_momentum_tile(
     p = one_minus_lr_times_weight_decay * p   # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -690,30 +722,25 @@ def sgdw_float16_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     g_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -736,14 +763,16 @@ def sgdw_float16_has_momentum(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -756,6 +785,9 @@ def sgdw_float16_has_momentum(
                 step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -765,6 +797,7 @@ def sgdw_float16_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgdw_float16_has_momentum_tile(
@@ -782,17 +815,17 @@ def sgdw_float16_has_momentum(
                 where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgdw_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-                True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgdw_float16_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -803,14 +836,14 @@ def sgdw_float16_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
@@ -818,11 +851,17 @@ def sgdw_float16_has_momentum_small_tile(
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     g_cast = g_stored.to(tl.float32)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 25  p = p - lr * update
     p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -831,22 +870,16 @@ def sgdw_float16_has_momentum_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
 
 
 @triton.jit
@@ -866,7 +899,9 @@ def sgdw_float16_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -875,6 +910,7 @@ def sgdw_float16_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgdw_float16_has_momentum_small_tile(
@@ -891,15 +927,15 @@ def sgdw_float16_has_momentum_small(
             before + start + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero,
             scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float16_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
-            before + start + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero,
-            scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float16_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                before + start + few, where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero,
+                scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -910,6 +946,8 @@ def sgdw_float32_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
+    g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -917,8 +955,6 @@ def sgdw_float32_nesterov_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    g = widened(get(g_ptr, at, live, MASKED))
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -926,6 +962,15 @@ def sgdw_float32_nesterov_has_momentum_tile(
     # 25  p = p - lr * update
     p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)))
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    g_abs = tl.abs(momentum_buffer)
+    momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
+    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
+    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
+    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
+    g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -934,16 +979,7 @@ def sgdw_float32_nesterov_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_abs = tl.abs(momentum_buffer)
-    momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
-    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
-    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
-    g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -965,14 +1001,16 @@ def sgdw_float32_nesterov_has_momentum(
     columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -985,6 +1023,9 @@ def sgdw_float32_nesterov_has_momentum(
                 one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -993,6 +1034,7 @@ def sgdw_float32_nesterov_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgdw_float32_nesterov_has_momentum_tile(
@@ -1009,16 +1051,17 @@ def sgdw_float32_nesterov_has_momentum(
                 at_block, at, at_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                 lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgdw_float32_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, live, live_block, before + start + at, where_lt_one_t_momentum_zero, scalar_1,
-                lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgdw_float32_nesterov_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                    one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1033,15 +1076,15 @@ def sgdw_float32_nesterov_has_momentum_small_tile(
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g, tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
     p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -1060,7 +1103,9 @@ def sgdw_float32_nesterov_has_momentum_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1082,15 +1127,15 @@ def sgdw_float32_nesterov_has_momentum_small(
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
             one_minus_lr_times_weight_decay, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float32_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float32_nesterov_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
+                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
+                one_minus_lr_times_weight_decay, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -1101,8 +1146,11 @@ def sgdw_bfloat16_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -1110,9 +1158,6 @@ def sgdw_bfloat16_nesterov_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     g_cast = widened(g_stored)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
@@ -1129,19 +1174,19 @@ def sgdw_bfloat16_nesterov_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     g_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -1164,14 +1209,16 @@ def sgdw_bfloat16_nesterov_has_momentum(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1184,6 +1231,9 @@ def sgdw_bfloat16_nesterov_has_momentum(
                 one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1193,6 +1243,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgdw_bfloat16_nesterov_has_momentum_tile(
@@ -1210,17 +1261,17 @@ def sgdw_bfloat16_nesterov_has_momentum(
                 where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
                 one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgdw_bfloat16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgdw_bfloat16_nesterov_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                    one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1231,21 +1282,22 @@ def sgdw_bfloat16_nesterov_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/sgdw.py)
     g_cast = widened(g_stored)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
     p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1255,10 +1307,9 @@ def sgdw_bfloat16_nesterov_has_momentum_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
 
 
 @triton.jit
@@ -1279,7 +1330,9 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1288,6 +1341,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgdw_bfloat16_nesterov_has_momentum_small_tile(
@@ -1305,16 +1359,16 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
             momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
             step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_bfloat16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
-            before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_bfloat16_nesterov_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                before + start + few, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
+                step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -1325,15 +1379,18 @@ def sgdw_float16_nesterov_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -1341,9 +1398,6 @@ def sgdw_float16_nesterov_has_momentum_tile(
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     g_cast = g_stored.to(tl.float32)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
@@ -1352,6 +1406,11 @@ def sgdw_float16_nesterov_has_momentum_tile(
     # 25  p = p - lr * update
     p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
     # -- encode and store
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1360,30 +1419,25 @@ def sgdw_float16_nesterov_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     g_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
     momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
     put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -1406,14 +1460,16 @@ def sgdw_float16_nesterov_has_momentum(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -1426,6 +1482,9 @@ def sgdw_float16_nesterov_has_momentum(
                 one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -1435,6 +1494,7 @@ def sgdw_float16_nesterov_has_momentum(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgdw_float16_nesterov_has_momentum_tile(
@@ -1452,17 +1512,17 @@ def sgdw_float16_nesterov_has_momentum(
                 where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
                 one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            sgdw_float16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at,
-                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                sgdw_float16_nesterov_has_momentum_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                    one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -1473,28 +1533,34 @@ def sgdw_float16_nesterov_has_momentum_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     g_cast = g_stored.to(tl.float32)
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer_2 = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
     p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1503,22 +1569,16 @@ def sgdw_float16_nesterov_has_momentum_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
 
 
 @triton.jit
@@ -1539,7 +1599,9 @@ def sgdw_float16_nesterov_has_momentum_small(
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -1548,6 +1610,7 @@ def sgdw_float16_nesterov_has_momentum_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             sgdw_float16_nesterov_has_momentum_small_tile(
@@ -1565,16 +1628,16 @@ def sgdw_float16_nesterov_has_momentum_small(
             momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
             step_key, stream_key, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        sgdw_float16_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, live,
-            before + start + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            sgdw_float16_nesterov_has_momentum_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                before + start + few, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
+                step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

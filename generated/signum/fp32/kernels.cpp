@@ -151,10 +151,10 @@ struct signum_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/signum.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                       // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);                       // bf16, nearest
             // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_stored, momentum * momentum_buffer);
             const F p_2 = one_minus_lr_times_weight_decay * p;          // 22  p = decoupled(p, lr, weight_decay)
@@ -186,10 +186,10 @@ struct signum_float16_has_momentum {
 
         // -- elements: decode, update  (specs/signum.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                           // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                           // f16, nearest
             // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_stored, momentum * momentum_buffer);
             const F p_2 = one_minus_lr_times_weight_decay * p;          // 22  p = decoupled(p, lr, weight_decay)

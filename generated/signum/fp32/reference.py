@@ -23,9 +23,9 @@ def signum_float32(p_tensor, g_tensor, lr, grad_scale, one_minus_lr_times_weight
         p_tensor, lr, grad_scale, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     # -- update  (specs/signum.py)
     p = p * one_minus_lr_times_weight_decay                            # 22  p = decoupled(p, lr, weight_decay)
     p = p - lr * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g))  # 23  p = p - lr * sign(update)
@@ -40,10 +40,10 @@ def signum_bfloat16(p_tensor, g_tensor, lr, grad_scale, one_minus_lr_times_weigh
         p_tensor, lr, grad_scale, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/signum.py)
     p = p * one_minus_lr_times_weight_decay                            # 22  p = decoupled(p, lr, weight_decay)
     p = p - lr * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g))  # 23  p = p - lr * sign(update)
@@ -60,10 +60,10 @@ def signum_float16(p_tensor, g_tensor, lr, grad_scale, one_minus_lr_times_weight
         p_tensor, lr, grad_scale, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/signum.py)
     p = p * one_minus_lr_times_weight_decay                            # 22  p = decoupled(p, lr, weight_decay)
     p = p - lr * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g))  # 23  p = p - lr * sign(update)
@@ -81,14 +81,14 @@ def signum_float32_has_momentum(
         p_tensor, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    momentum_buffer = b.elements(momentum_buffer_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    momentum_buffer = b.elements(momentum_buffer_tensor)
-    p = b.elements(p_tensor)
     # -- update  (specs/signum.py)
+    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 23  p = p - lr * sign(update)
     p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))
     # -- encode and store
@@ -106,15 +106,15 @@ def signum_bfloat16_has_momentum(
         p_tensor, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/signum.py)
+    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 23  p = p - lr * sign(update)
     p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))
     # -- encode and store
@@ -134,15 +134,15 @@ def signum_float16_has_momentum(
         p_tensor, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/signum.py)
+    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 23  p = p - lr * sign(update)
     p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))
     # -- encode and store

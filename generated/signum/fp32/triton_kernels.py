@@ -47,7 +47,9 @@ def signum_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -65,13 +67,13 @@ def signum_float32(
         signum_float32_tile(
             p_ptr + start, g_ptr + start, at, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        signum_float32_tile(
-            p_ptr + start, g_ptr + start, at, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            signum_float32_tile(
+                p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -106,7 +108,9 @@ def signum_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -124,13 +128,13 @@ def signum_bfloat16(
         signum_bfloat16_tile(
             p_ptr + start, g_ptr + start, at, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        signum_bfloat16_tile(
-            p_ptr + start, g_ptr + start, at, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            signum_bfloat16_tile(
+                p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -163,7 +167,9 @@ def signum_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     numel = tl.load(row + 2)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -181,13 +187,13 @@ def signum_float16(
         signum_float16_tile(
             p_ptr + start, g_ptr + start, at, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        signum_float16_tile(
-            p_ptr + start, g_ptr + start, at, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            signum_float16_tile(
+                p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -206,8 +212,8 @@ def signum_float32_has_momentum_tile(
     p = one_minus_lr_times_weight_decay * p         # 22  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(momentum_buffer), p)  # 23  p = p - lr * sign(update)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -225,7 +231,9 @@ def signum_float32_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -245,14 +253,14 @@ def signum_float32_has_momentum(
             p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
             one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        signum_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, momentum,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            signum_float32_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
+                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -262,20 +270,20 @@ def signum_bfloat16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/signum.py)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, widened(g_stored), momentum * momentum_buffer)
     p = one_minus_lr_times_weight_decay * p         # 22  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(momentum_buffer), p)  # 23  p = p - lr * sign(update)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit
@@ -293,7 +301,9 @@ def signum_bfloat16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -313,14 +323,14 @@ def signum_bfloat16_has_momentum(
             p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
             one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        signum_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, momentum,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            signum_bfloat16_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
+                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -330,18 +340,18 @@ def signum_float16_has_momentum_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/signum.py)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_stored.to(tl.float32), momentum * momentum_buffer)
     p = one_minus_lr_times_weight_decay * p         # 22  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(momentum_buffer), p)  # 23  p = p - lr * sign(update)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
@@ -359,7 +369,9 @@ def signum_float16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -379,14 +391,14 @@ def signum_float16_has_momentum(
             p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
             one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        signum_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, live, momentum,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            signum_float16_has_momentum_tile(
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
+                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

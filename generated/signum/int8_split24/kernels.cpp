@@ -78,10 +78,10 @@ struct signum_bfloat16 {
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F p_2 = one_minus_lr_times_weight_decay * p;     // 22  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, sign(g), p_2);             // 23  p = p - lr * sign(update)
@@ -132,34 +132,34 @@ struct signum_float16 {
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, sign(g), p_2);          // 23  p = p - lr * sign(update)
+            const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
+            const I p_magnitude = g_bitcast & 2147483647;
+            const F g_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * g_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I g_bitcast = bits(p_3);
-            const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);
@@ -222,19 +222,19 @@ struct signum_float32_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F g = Grad::load(g_at + i);
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g = Grad::load(g_at + i);
                 const F p = load(p_at + i);
                 // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
                 const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = one_minus_lr_times_weight_decay * p;        // 22  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, sign(momentum_buffer), p_2);  // 23  p = p - lr * sign(update)
+                const F g_abs = abs(momentum_buffer);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -355,15 +355,15 @@ struct signum_bfloat16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
+                const F g_stored = Grad::load(g_at + i);
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const F p = as_float(p_high + -32768 + (p_low << 8));     // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
                 // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
                 const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g_stored, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = one_minus_lr_times_weight_decay * p;        // 22  p = decoupled(p, lr, weight_decay)
@@ -371,9 +371,9 @@ struct signum_bfloat16_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const F g_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -443,13 +443,13 @@ struct signum_bfloat16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));       // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + -32768 + (p_low << 8));       // bf16 and 8 more bits, stochastic
             // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_stored, momentum * momentum_buffer);
             const F p_2 = one_minus_lr_times_weight_decay * p;          // 22  p = decoupled(p, lr, weight_decay)
@@ -522,42 +522,42 @@ struct signum_float16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const F g_stored = Grad::load(g_at + i);
                 const I momentum_buffer_code = load(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F g_stored = Grad::load(g_at + i);
                 // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
                 const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g_stored, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = one_minus_lr_times_weight_decay * p;        // 22  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, sign(momentum_buffer), p_2);  // 23  p = p - lr * sign(update)
+                const I g_bitcast = bits(p_3);
+                const I p_sign = g_bitcast >> 16 & 32768;
+                const I p_magnitude = g_bitcast & 2147483647;
+                const F g_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
-                const I g_bitcast = bits(p_3);
-                const I p_magnitude = g_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F g_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
@@ -627,38 +627,38 @@ struct signum_float16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const I p_stored = load(p_at + i);
             const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_stored, momentum * momentum_buffer);
             const F p_2 = one_minus_lr_times_weight_decay * p;          // 22  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, sign(momentum_buffer_2), p_2);  // 23  p = p - lr * sign(update)
+            const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
+            const I p_magnitude = g_bitcast & 2147483647;
+            const F g_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * g_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I g_bitcast = bits(p_3);
-            const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

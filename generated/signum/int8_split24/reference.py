@@ -23,9 +23,9 @@ def signum_float32(p_tensor, g_tensor, lr, grad_scale, one_minus_lr_times_weight
         p_tensor, lr, grad_scale, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    p = b.elements(p_tensor)
     # -- update  (specs/signum.py)
     p = p * one_minus_lr_times_weight_decay                            # 22  p = decoupled(p, lr, weight_decay)
     p = p - lr * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g))  # 23  p = p - lr * sign(update)
@@ -43,13 +43,13 @@ def signum_bfloat16(
         p_tensor, lr, grad_scale, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/signum.py)
     p = p * one_minus_lr_times_weight_decay                            # 22  p = decoupled(p, lr, weight_decay)
     p = p - lr * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g))  # 23  p = p - lr * sign(update)
@@ -78,23 +78,29 @@ def signum_float16(
         p_tensor, lr, grad_scale, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/signum.py)
     p = p * one_minus_lr_times_weight_decay                            # 22  p = decoupled(p, lr, weight_decay)
     p = p - lr * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g))  # 23  p = p - lr * sign(update)
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -103,18 +109,12 @@ def signum_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -131,8 +131,7 @@ def signum_float32_has_momentum(
         p_tensor, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -142,22 +141,15 @@ def signum_float32_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = b.elements(p_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/signum.py)
+    p = p * one_minus_lr_times_weight_decay  # 22  p = decoupled(p, lr, weight_decay)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * g
-    p = p * one_minus_lr_times_weight_decay  # 22  p = decoupled(p, lr, weight_decay)
     # 23  p = p - lr * sign(update)
     p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    word_and = b.index() & 7
-    # 32 random bits: hash(element, tensor, step)
-    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     momentum_buffer_scale_abs = momentum_buffer.abs()
     momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -166,6 +158,14 @@ def signum_float32_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_and = b.index() & 7
+    # 32 random bits: hash(element, tensor, step)
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
@@ -181,14 +181,14 @@ def signum_float32_has_momentum_small(
         p_tensor, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
+    p = b.elements(p_tensor)
+    momentum_buffer = b.elements(momentum_buffer_tensor)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    momentum_buffer = b.elements(momentum_buffer_tensor)
-    p = b.elements(p_tensor)
     # -- update  (specs/signum.py)
+    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 23  p = p - lr * sign(update)
     p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))
     # -- encode and store
@@ -206,12 +206,11 @@ def signum_bfloat16_has_momentum(
         p_tensor, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -221,11 +220,12 @@ def signum_bfloat16_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/signum.py)
+    p = p * one_minus_lr_times_weight_decay  # 22  p = decoupled(p, lr, weight_decay)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * g
-    p = p * one_minus_lr_times_weight_decay  # 22  p = decoupled(p, lr, weight_decay)
     # 23  p = p - lr * sign(update)
     p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))
     # -- encode and store
@@ -237,6 +237,8 @@ def signum_bfloat16_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     momentum_buffer_scale_abs = momentum_buffer.abs()
     momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -245,8 +247,6 @@ def signum_bfloat16_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -263,18 +263,18 @@ def signum_bfloat16_has_momentum_small(
         p_tensor, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/signum.py)
+    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 23  p = p - lr * sign(update)
     p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))
     # -- encode and store
@@ -303,17 +303,17 @@ def signum_float16_has_momentum(
         p_tensor, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -323,15 +323,21 @@ def signum_float16_has_momentum(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/signum.py)
+    p = p * one_minus_lr_times_weight_decay  # 22  p = decoupled(p, lr, weight_decay)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * g
-    p = p * one_minus_lr_times_weight_decay  # 22  p = decoupled(p, lr, weight_decay)
     # 23  p = p - lr * sign(update)
     p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -340,6 +346,14 @@ def signum_float16_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     momentum_buffer_scale_abs = momentum_buffer.abs()
     momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -348,20 +362,6 @@ def signum_float16_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -378,27 +378,33 @@ def signum_float16_has_momentum_small(
         p_tensor, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/signum.py)
+    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
     # 23  p = p - lr * sign(update)
     p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -407,18 +413,12 @@ def signum_float16_has_momentum_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -447,10 +447,10 @@ def signum_float32_encode(values):
 def signum_bfloat16_decode(p_tensor, weight_low_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     return {
         "p": b.flat(p),
@@ -472,14 +472,14 @@ def signum_bfloat16_encode(values):
 def signum_float16_decode(p_tensor, weight_low_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -493,16 +493,16 @@ def signum_float16_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -514,6 +514,7 @@ def signum_float16_encode(values):
 def signum_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -523,7 +524,6 @@ def signum_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentu
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "momentum_buffer": b.flat(momentum_buffer_value),
@@ -533,8 +533,8 @@ def signum_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentu
 def signum_float32_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
+    in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -576,10 +576,11 @@ def signum_bfloat16_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -589,7 +590,6 @@ def signum_bfloat16_has_momentum_decode(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     return {
         "p": b.flat(p),
         "momentum_buffer": b.flat(momentum_buffer_value),
@@ -599,8 +599,10 @@ def signum_bfloat16_has_momentum_decode(
 def signum_bfloat16_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
+    in_momentum_buffer = b.elements(values["momentum_buffer"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -608,8 +610,6 @@ def signum_bfloat16_has_momentum_encode(values):
     momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
     in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -621,10 +621,10 @@ def signum_bfloat16_has_momentum_encode(values):
 def signum_bfloat16_has_momentum_small_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
@@ -652,15 +652,17 @@ def signum_float16_has_momentum_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -670,8 +672,6 @@ def signum_float16_has_momentum_decode(
     momentum_buffer_code = momentum_buffer_code - 128.0
     momentum_buffer_bend = momentum_buffer_code.abs()
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code / (254.0 - momentum_buffer_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     return {
         "p": b.flat(p),
         "momentum_buffer": b.flat(momentum_buffer_value),
@@ -681,8 +681,21 @@ def signum_float16_has_momentum_decode(
 def signum_float16_has_momentum_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p = b.elements(values["p"])
+    in_momentum_buffer = b.elements(values["momentum_buffer"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
     momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
@@ -690,19 +703,6 @@ def signum_float16_has_momentum_encode(values):
     momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
     in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -714,14 +714,14 @@ def signum_float16_has_momentum_encode(values):
 def signum_float16_has_momentum_small_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -738,16 +738,16 @@ def signum_float16_has_momentum_small_encode(values):
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

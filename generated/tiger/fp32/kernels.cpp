@@ -36,12 +36,12 @@ struct tiger_float32 {
 
         // -- elements: decode, update  (specs/tiger.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 17  p = decoupled(p, lr, weight_decay)
+            const F p = load(p_at + i);
             // 18  exp_avg = beta * exp_avg + (1 - beta) * g
             const F exp_avg_2 = fma(one_minus_beta_times_grad_scale, g, beta * exp_avg);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 17  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, sign(exp_avg_2), p_2);  // 19  p = p - lr * sign(exp_avg)
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
@@ -68,13 +68,13 @@ struct tiger_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/tiger.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 17  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_bfloat16(p_stored);               // bf16, nearest
             // 18  exp_avg = beta * exp_avg + (1 - beta) * g
             const F exp_avg_2 = fma(one_minus_beta_times_grad_scale, g_stored, beta * exp_avg);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 17  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, sign(exp_avg_2), p_2);  // 19  p = p - lr * sign(exp_avg)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
@@ -103,13 +103,13 @@ struct tiger_float16 {
 
         // -- elements: decode, update  (specs/tiger.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 17  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const F p = widen_half(p_stored);                   // f16, nearest
             // 18  exp_avg = beta * exp_avg + (1 - beta) * g
             const F exp_avg_2 = fma(one_minus_beta_times_grad_scale, g_stored, beta * exp_avg);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 17  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, sign(exp_avg_2), p_2);  // 19  p = p - lr * sign(exp_avg)
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);

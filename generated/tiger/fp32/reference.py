@@ -28,10 +28,10 @@ def tiger_float32(
         p_tensor, lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/tiger.py)
     p = p * one_minus_lr_times_weight_decay        # 17  p = decoupled(p, lr, weight_decay)
     exp_avg = beta * exp_avg + one_minus_beta * g  # 18  exp_avg = beta * exp_avg + (1 - beta) * g
@@ -52,11 +52,11 @@ def tiger_bfloat16(
         p_tensor, lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/tiger.py)
     p = p * one_minus_lr_times_weight_decay        # 17  p = decoupled(p, lr, weight_decay)
     exp_avg = beta * exp_avg + one_minus_beta * g  # 18  exp_avg = beta * exp_avg + (1 - beta) * g
@@ -79,11 +79,11 @@ def tiger_float16(
         p_tensor, lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/tiger.py)
     p = p * one_minus_lr_times_weight_decay        # 17  p = decoupled(p, lr, weight_decay)
     exp_avg = beta * exp_avg + one_minus_beta * g  # 18  exp_avg = beta * exp_avg + (1 - beta) * g

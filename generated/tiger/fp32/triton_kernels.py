@@ -27,17 +27,17 @@ def tiger_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/tiger.py)
-    p = one_minus_lr_times_weight_decay * p                               # 17  p = decoupled(p, lr, weight_decay)
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     exp_avg = tl.fma(one_minus_beta_times_grad_scale, g, beta * exp_avg)
+    p = one_minus_lr_times_weight_decay * p                               # 17  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(exp_avg), p)                                # 19  p = p - lr * sign(exp_avg)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -55,7 +55,9 @@ def tiger_float32(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -75,14 +77,14 @@ def tiger_float32(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta, one_minus_lr_times_weight_decay,
             one_minus_beta_times_grad_scale, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        tiger_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta, one_minus_lr_times_weight_decay,
-            one_minus_beta_times_grad_scale, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tiger_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
+                one_minus_beta_times_grad_scale, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -92,20 +94,20 @@ def tiger_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/tiger.py)
-    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     exp_avg = tl.fma(one_minus_beta_times_grad_scale, widened(g_stored), beta * exp_avg)
+    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(exp_avg), p)   # 19  p = p - lr * sign(exp_avg)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -123,7 +125,9 @@ def tiger_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -143,14 +147,14 @@ def tiger_bfloat16(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta, one_minus_lr_times_weight_decay,
             one_minus_beta_times_grad_scale, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        tiger_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta, one_minus_lr_times_weight_decay,
-            one_minus_beta_times_grad_scale, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tiger_bfloat16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
+                one_minus_beta_times_grad_scale, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -160,18 +164,18 @@ def tiger_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/tiger.py)
-    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     exp_avg = tl.fma(one_minus_beta_times_grad_scale, g_stored.to(tl.float32), beta * exp_avg)
+    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(exp_avg), p)   # 19  p = p - lr * sign(exp_avg)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
@@ -189,7 +193,9 @@ def tiger_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -209,14 +215,14 @@ def tiger_float16(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta, one_minus_lr_times_weight_decay,
             one_minus_beta_times_grad_scale, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        tiger_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta, one_minus_lr_times_weight_decay,
-            one_minus_beta_times_grad_scale, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tiger_float16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
+                one_minus_beta_times_grad_scale, minus_lr, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -28,8 +28,7 @@ def tiger_float32(
         p_tensor, lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -39,21 +38,14 @@ def tiger_float32(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    p = b.elements(p_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/tiger.py)
     p = p * one_minus_lr_times_weight_decay              # 17  p = decoupled(p, lr, weight_decay)
     exp_avg = beta * exp_avg_value + one_minus_beta * g  # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     # 19  p = p - lr * sign(exp_avg)
     p = p - lr * torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg))
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    word_and = b.index() & 7
-    # 32 random bits: hash(element, tensor, step)
-    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -62,6 +54,14 @@ def tiger_float32(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_and = b.index() & 7
+    # 32 random bits: hash(element, tensor, step)
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
@@ -77,10 +77,10 @@ def tiger_float32_small(
         p_tensor, lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     # -- update  (specs/tiger.py)
     p = p * one_minus_lr_times_weight_decay        # 17  p = decoupled(p, lr, weight_decay)
     exp_avg = beta * exp_avg + one_minus_beta * g  # 18  exp_avg = beta * exp_avg + (1 - beta) * g
@@ -101,12 +101,11 @@ def tiger_bfloat16(
         p_tensor, lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -116,7 +115,8 @@ def tiger_bfloat16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/tiger.py)
     p = p * one_minus_lr_times_weight_decay              # 17  p = decoupled(p, lr, weight_decay)
     exp_avg = beta * exp_avg_value + one_minus_beta * g  # 18  exp_avg = beta * exp_avg + (1 - beta) * g
@@ -131,6 +131,8 @@ def tiger_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -139,8 +141,6 @@ def tiger_bfloat16(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -157,14 +157,14 @@ def tiger_bfloat16_small(
         p_tensor, lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/tiger.py)
     p = p * one_minus_lr_times_weight_decay        # 17  p = decoupled(p, lr, weight_decay)
     exp_avg = beta * exp_avg + one_minus_beta * g  # 18  exp_avg = beta * exp_avg + (1 - beta) * g
@@ -196,17 +196,17 @@ def tiger_float16(
         p_tensor, lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -216,14 +216,20 @@ def tiger_float16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/tiger.py)
     p = p * one_minus_lr_times_weight_decay              # 17  p = decoupled(p, lr, weight_decay)
     exp_avg = beta * exp_avg_value + one_minus_beta * g  # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     # 19  p = p - lr * sign(exp_avg)
     p = p - lr * torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg))
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -232,6 +238,14 @@ def tiger_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -240,20 +254,6 @@ def tiger_float16(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -270,26 +270,32 @@ def tiger_float16_small(
         p_tensor, lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/tiger.py)
     p = p * one_minus_lr_times_weight_decay        # 17  p = decoupled(p, lr, weight_decay)
     exp_avg = beta * exp_avg + one_minus_beta * g  # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     # 19  p = p - lr * sign(exp_avg)
     p = p - lr * torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg))
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -298,18 +304,12 @@ def tiger_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -320,6 +320,7 @@ def tiger_float16_small(
 def tiger_float32_decode(p_tensor, exp_avg_tensor, exp_avg_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -329,7 +330,6 @@ def tiger_float32_decode(p_tensor, exp_avg_tensor, exp_avg_scale_tensor):
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -339,8 +339,8 @@ def tiger_float32_decode(p_tensor, exp_avg_tensor, exp_avg_scale_tensor):
 def tiger_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -380,10 +380,11 @@ def tiger_float32_small_encode(values):
 def tiger_bfloat16_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -393,7 +394,6 @@ def tiger_bfloat16_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_s
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -403,8 +403,10 @@ def tiger_bfloat16_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_s
 def tiger_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -412,8 +414,6 @@ def tiger_bfloat16_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -425,10 +425,10 @@ def tiger_bfloat16_encode(values):
 def tiger_bfloat16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     return {
@@ -454,15 +454,17 @@ def tiger_bfloat16_small_encode(values):
 def tiger_float16_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -472,8 +474,6 @@ def tiger_float16_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sc
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -483,8 +483,21 @@ def tiger_float16_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sc
 def tiger_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
-    in_exp_avg = b.elements(values["exp_avg"])
     in_p = b.elements(values["p"])
+    in_exp_avg = b.elements(values["exp_avg"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -492,19 +505,6 @@ def tiger_float16_encode(values):
     exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
     in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -516,14 +516,14 @@ def tiger_float16_encode(values):
 def tiger_float16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -540,16 +540,16 @@ def tiger_float16_small_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

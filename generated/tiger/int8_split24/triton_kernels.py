@@ -17,7 +17,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, pointer, put, reciprocal, rotl, sign, widened
+from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, sign, widened
 
 
 @triton.jit
@@ -28,6 +28,7 @@ def tiger_float32_tile(
 ):
     """One tile."""
     # -- load and decode
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -36,14 +37,22 @@ def tiger_float32_tile(
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/tiger.py)
-    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta * exp_avg_scale
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     exp_avg = tl.fma(one_minus_beta_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(exp_avg), p)   # 19  p = p - lr * sign(exp_avg)
     # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    g_abs = tl.abs(exp_avg)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -52,16 +61,7 @@ def tiger_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_abs = tl.abs(exp_avg)
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -83,14 +83,16 @@ def tiger_float32(
     columns = tl.load(row + 5)
     stream_key = tl.load(row + 6).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -102,6 +104,9 @@ def tiger_float32(
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -110,6 +115,7 @@ def tiger_float32(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tiger_float32_tile(
@@ -126,16 +132,17 @@ def tiger_float32(
                 at_block, before + start + at, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
                 minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            tiger_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, live,
-                live_block, before + start + at, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-                minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                tiger_float32_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -145,17 +152,17 @@ def tiger_float32_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/tiger.py)
-    p = one_minus_lr_times_weight_decay * p                               # 17  p = decoupled(p, lr, weight_decay)
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     exp_avg = tl.fma(one_minus_beta_times_grad_scale, g, beta * exp_avg)
+    p = one_minus_lr_times_weight_decay * p                               # 17  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(exp_avg), p)                                # 19  p = p - lr * sign(exp_avg)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -173,7 +180,9 @@ def tiger_float32_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 3)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -193,14 +202,14 @@ def tiger_float32_small(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta, one_minus_lr_times_weight_decay,
             one_minus_beta_times_grad_scale, minus_lr, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        tiger_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, live, beta, one_minus_lr_times_weight_decay,
-            one_minus_beta_times_grad_scale, minus_lr, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tiger_float32_small_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
+                one_minus_beta_times_grad_scale, minus_lr, True,
+            )
 
 
 @triton.jit
@@ -211,8 +220,7 @@ def tiger_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -220,14 +228,15 @@ def tiger_bfloat16_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/tiger.py)
-    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta * exp_avg_scale
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     exp_avg = tl.fma(one_minus_beta_times_grad_scale, widened(g_stored), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(exp_avg), p)   # 19  p = p - lr * sign(exp_avg)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
@@ -238,19 +247,19 @@ def tiger_bfloat16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    p_low = byte(p_word, 1)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_low, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -273,14 +282,16 @@ def tiger_bfloat16(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -293,6 +304,9 @@ def tiger_bfloat16(
                 True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -302,6 +316,7 @@ def tiger_bfloat16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tiger_bfloat16_tile(
@@ -318,16 +333,17 @@ def tiger_bfloat16(
                 exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            tiger_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta,
-                one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                tiger_bfloat16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -337,18 +353,19 @@ def tiger_bfloat16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/tiger.py)
-    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     exp_avg = tl.fma(one_minus_beta_times_grad_scale, widened(g_stored), beta * exp_avg)
+    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(exp_avg), p)   # 19  p = p - lr * sign(exp_avg)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -358,10 +375,9 @@ def tiger_bfloat16_small_tile(
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    p_low = byte(p_word, 1)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -381,7 +397,9 @@ def tiger_bfloat16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -390,6 +408,7 @@ def tiger_bfloat16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             tiger_bfloat16_small_tile(
@@ -405,15 +424,15 @@ def tiger_bfloat16_small(
             beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
             False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        tiger_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, live, before + start + at,
-            beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
-            True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tiger_bfloat16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
+                before + start + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr,
+                step_key, stream_key, True,
+            )
 
 
 @triton.jit
@@ -424,15 +443,7 @@ def tiger_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -440,16 +451,29 @@ def tiger_float16_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/tiger.py)
-    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     exp_avg_scale_mul = beta * exp_avg_scale
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     exp_avg = tl.fma(one_minus_beta_times_grad_scale, g_stored.to(tl.float32), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(exp_avg), p)   # 19  p = p - lr * sign(exp_avg)
     # -- encode and store
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -458,30 +482,25 @@ def tiger_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
     g_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
-    word_and = noise & 255
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
     put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
 
 
 @triton.jit
@@ -504,14 +523,16 @@ def tiger_float16(
     columns = tl.load(row + 6)
     stream_key = tl.load(row + 7).to(tl.int32)
     BLOCKS: tl.constexpr = TILE // 64
-    at_block = tl.arange(0, BLOCKS)
-    at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
         per_row = (columns + 63) // 64
         blocks = numel // columns * per_row
-        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(blocks, BLOCKS))):
-            block = tile * BLOCKS + at_block
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
             start = block // per_row * columns
             lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
             where = start[:, None] + lane
@@ -524,6 +545,9 @@ def tiger_float16(
                 True,
             )
     else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
@@ -533,6 +557,7 @@ def tiger_float16(
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = origin.to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tiger_float16_tile(
@@ -549,16 +574,17 @@ def tiger_float16(
                 exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + at, beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
-        tile = count // TILE
-        start = tile * TILE
-        if start < count:
-            live = at < count - start
-            live_block = at_block * 64 < count - start
-            tiger_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, live, live_block, before + start + at, beta,
-                one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
-            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                tiger_float16_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                    before + start + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr,
+                    step_key, stream_key, True,
+                )
 
 
 @triton.jit
@@ -568,25 +594,31 @@ def tiger_float16_small_tile(
 ):
     """One tile."""
     # -- load and decode
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = weight_low_code.to(tl.int32)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/tiger.py)
-    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
     exp_avg = tl.fma(one_minus_beta_times_grad_scale, g_stored.to(tl.float32), beta * exp_avg)
+    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(exp_avg), p)   # 19  p = p - lr * sign(exp_avg)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    g_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = g_bitcast >> 16 & 32768
+    p_magnitude = g_bitcast & 2147483647
+    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * g_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -595,22 +627,16 @@ def tiger_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_magnitude = g_bitcast & 2147483647
-    p_rebiased = p_magnitude + -939524096
     word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    g_bitcast_2 = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast_2
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_wide = tl.where(g_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
-    p_sign = g_bitcast >> 16 & 32768
-    p_kept = p_word.to(tl.uint8)
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -630,7 +656,9 @@ def tiger_float16_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     numel = tl.load(row + 4)
     stream_key = tl.load(row + 6).to(tl.int32)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -639,6 +667,7 @@ def tiger_float16_small(
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     before = origin.to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
+        pair = opaque(pair)
         start = pair * (2 * TILE)
         for odd in tl.static_range(2):
             tiger_float16_small_tile(
@@ -654,15 +683,15 @@ def tiger_float16_small(
             beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
             False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        tiger_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, live, before + start + at,
-            beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
-            True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tiger_float16_small_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
+                before + start + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr,
+                step_key, stream_key, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -37,17 +37,17 @@ def yogi_float32(
         lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/yogi.py)
     p = p * one_minus_lr_times_weight_decay                            # 21  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    square = g * g                                                     # 23  square = g * g
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
+    square = g * g                                                     # 23  square = g * g
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)) * square
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
@@ -77,18 +77,18 @@ def yogi_bfloat16(
         lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/yogi.py)
     p = p * one_minus_lr_times_weight_decay                            # 21  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    square = g * g                                                     # 23  square = g * g
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
+    square = g * g                                                     # 23  square = g * g
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)) * square
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
@@ -120,18 +120,18 @@ def yogi_float16(
         lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/yogi.py)
     p = p * one_minus_lr_times_weight_decay                            # 21  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    square = g * g                                                     # 23  square = g * g
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
+    square = g * g                                                     # 23  square = g * g
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)) * square
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps

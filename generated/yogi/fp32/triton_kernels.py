@@ -30,24 +30,24 @@ def yogi_float32_tile(
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/yogi.py)
-    p = one_minus_lr_times_weight_decay * p                            # 21  p = decoupled(p, lr, weight_decay)
-    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                                 # 21  p = decoupled(p, lr, weight_decay)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -68,7 +68,9 @@ def yogi_float32(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -93,16 +95,16 @@ def yogi_float32(
             where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        yogi_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            yogi_float32_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
+            )
 
 
 @triton.jit
@@ -113,28 +115,28 @@ def yogi_bfloat16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/yogi.py)
-    p = one_minus_lr_times_weight_decay * p                            # 21  p = decoupled(p, lr, weight_decay)
     g_cast = widened(g_stored)
-    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                            # 21  p = decoupled(p, lr, weight_decay)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
 @triton.jit
@@ -155,7 +157,9 @@ def yogi_bfloat16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -180,16 +184,16 @@ def yogi_bfloat16(
             where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        yogi_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            yogi_bfloat16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
+            )
 
 
 @triton.jit
@@ -200,26 +204,26 @@ def yogi_float16_tile(
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/yogi.py)
-    p = one_minus_lr_times_weight_decay * p                            # 21  p = decoupled(p, lr, weight_decay)
     g_cast = g_stored.to(tl.float32)
-    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_2 = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                            # 21  p = decoupled(p, lr, weight_decay)
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg_2, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit
@@ -240,7 +244,9 @@ def yogi_float16(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     numel = tl.load(row + 4)
+    LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
+    few = tl.arange(0, LESS)
     origin = first * TILE
     p_ptr += origin
     g_ptr += origin
@@ -265,16 +271,16 @@ def yogi_float16(
             where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
         )
-    tile = count // TILE
-    start = tile * TILE
-    if start < count:
-        live = at < count - start
-        yogi_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
-        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            yogi_float16_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
+            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -101,26 +101,26 @@ struct yogi_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F g = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
                 const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 21  p = decoupled(p, lr, weight_decay)
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
                 // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
                 const F exp_avg_sq = fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator);
                 // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
                 const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 21  p = decoupled(p, lr, weight_decay)
                 // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+                const F g_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2 + 0.0f));
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
@@ -148,13 +148,13 @@ struct yogi_float32 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(g_mul_kept + b, g_mul);
             store(g_add_kept + b, g_add);
@@ -213,19 +213,19 @@ struct yogi_float32_small {
 
         // -- elements: decode, update  (specs/yogi.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 21  p = decoupled(p, lr, weight_decay)
-            // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p = load(p_at + i);
             // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
             const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq_2)) * g), g, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 21  p = decoupled(p, lr, weight_decay)
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8)), p_2);
+            // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_3);
@@ -316,18 +316,17 @@ struct yogi_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const I p_stored = load(p_at + i);
+                const I p_high = bits(widen_bfloat16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
                 const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;     // 21  p = decoupled(p, lr, weight_decay)
                 const F g_cast = g_stored;
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
@@ -335,15 +334,16 @@ struct yogi_bfloat16 {
                 const F exp_avg_sq = fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator);
                 // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
                 const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq);
+                const F p_2 = one_minus_lr_times_weight_decay * p;     // 21  p = decoupled(p, lr, weight_decay)
                 // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(exp_avg);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2 + 0.0f));
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const I p_low_2 = p_word >> 8;
+                const F g_abs = abs(exp_avg);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2 + 0.0f));
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -371,13 +371,13 @@ struct yogi_bfloat16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(g_mul_kept + b, g_mul);
             store(g_add_kept + b, g_add);
@@ -453,24 +453,24 @@ struct yogi_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;     // 21  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = bits(widen_bfloat16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
-            // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
             const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq_2)) * g_cast), g_cast, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;     // 21  p = decoupled(p, lr, weight_decay)
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8), p_2);
+            // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -567,24 +567,23 @@ struct yogi_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I p_offset = p_low + -128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const F g_stored = Grad::load(g_at + i);
                 const I exp_avg_code = load(exp_avg_at + i);
                 const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const I exp_avg_sq_code = load(exp_avg_sq_at + i);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const I p_stored = load(p_at + i);
+                const I p_high = extend16(extend16(p_stored));
+                const I weight_low_code = load(weight_low_at + i);
+                const I p_low = weight_low_code;
+                const I p_offset = p_low + -128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 939524096;
+                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 21  p = decoupled(p, lr, weight_decay)
                 const F g_cast = g_stored;
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -592,26 +591,27 @@ struct yogi_float16 {
                 const F exp_avg_sq = fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator);
                 // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
                 const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 21  p = decoupled(p, lr, weight_decay)
                 // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+                const I g_bitcast = bits(p_3);
+                const I p_sign = g_bitcast >> 16 & 32768;
+                const I p_magnitude = g_bitcast & 2147483647;
+                const F g_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(exp_avg);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2 + 0.0f));
-                const I g_bitcast = bits(p_3);
-                const I p_magnitude = g_bitcast & 2147483647;
-                const I p_rebiased = p_magnitude + -939524096;
                 const I word_and_2 = noise & 255;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude + -939524096;
+                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_kept = p_word;
+                const F g_abs = abs(exp_avg);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2 + 0.0f));
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
                 take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -639,13 +639,13 @@ struct yogi_float16 {
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(g_mul_kept + b, g_mul);
             store(g_add_kept + b, g_add);
@@ -721,45 +721,45 @@ struct yogi_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I p_offset = p_low + -128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 21  p = decoupled(p, lr, weight_decay)
+            const I p_stored = load(p_at + i);
+            const I p_high = extend16(extend16(p_stored));
+            const I weight_low_code = load(weight_low_at + i);
+            const I p_low = weight_low_code;
+            const I p_offset = p_low + -128;
+            const I p_wide = ((p_high & 32767) << 8) + p_offset;
+            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+            const I p_normal = (p_wide << 5) + 939524096;
+            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            // f16 and 8 more bits, stochastic
+            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
-            // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
             const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq_2)) * g_cast), g_cast, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 21  p = decoupled(p, lr, weight_decay)
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8), p_2);
+            // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const I g_bitcast = bits(p_3);
+            const I p_sign = g_bitcast >> 16 & 32768;
+            const I p_magnitude = g_bitcast & 2147483647;
+            const F g_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * g_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I g_bitcast = bits(p_3);
-            const I p_magnitude = g_bitcast & 2147483647;
-            const I p_rebiased = p_magnitude + -939524096;
             const I word_lshr = lshr(noise, 24);
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude + -939524096;
+            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_sign = g_bitcast >> 16 & 32768;
             const I p_kept = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept);

@@ -38,8 +38,7 @@ def yogi_float32(
         lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -49,6 +48,8 @@ def yogi_float32(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -59,13 +60,12 @@ def yogi_float32(
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p = b.elements(p_tensor)
     # -- update  (specs/yogi.py)
     p = p * one_minus_lr_times_weight_decay                            # 21  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g              # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    square = g * g                                                     # 23  square = g * g
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
+    square = g * g                                                     # 23  square = g * g
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)) * square
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
@@ -73,14 +73,6 @@ def yogi_float32(
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
-    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
-    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
-    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
-    word_and = b.index() & 7
-    # 32 random bits: hash(element, tensor, step)
-    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -89,19 +81,27 @@ def yogi_float32(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
+    word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
+    word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_and = b.index() & 7
+    # 32 random bits: hash(element, tensor, step)
+    noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_pattern = sqrt(exp_avg_sq + 0.0).view(torch.int32)
     exp_avg_sq_above = (block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552) + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_range_sub
     exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -129,17 +129,17 @@ def yogi_float32_small(
         lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g = b.elements(g_tensor).to(torch.float32)
-    g = grad_scale * g
     p = b.elements(p_tensor)
     exp_avg = b.elements(exp_avg_tensor)
+    g = b.elements(g_tensor).to(torch.float32)
+    g = grad_scale * g
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/yogi.py)
     p = p * one_minus_lr_times_weight_decay                            # 21  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    square = g * g                                                     # 23  square = g * g
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
+    square = g * g                                                     # 23  square = g * g
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)) * square
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
@@ -170,12 +170,11 @@ def yogi_bfloat16(
         lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -185,6 +184,8 @@ def yogi_bfloat16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -193,15 +194,14 @@ def yogi_bfloat16(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/yogi.py)
     p = p * one_minus_lr_times_weight_decay                            # 21  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g              # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    square = g * g                                                     # 23  square = g * g
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
+    square = g * g                                                     # 23  square = g * g
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)) * square
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
@@ -217,6 +217,8 @@ def yogi_bfloat16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -230,19 +232,17 @@ def yogi_bfloat16(
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_range_sub
     exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -268,21 +268,21 @@ def yogi_bfloat16_small(
         lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/yogi.py)
     p = p * one_minus_lr_times_weight_decay                            # 21  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    square = g * g                                                     # 23  square = g * g
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
+    square = g * g                                                     # 23  square = g * g
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)) * square
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
@@ -324,17 +324,17 @@ def yogi_float16(
         lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -344,6 +344,8 @@ def yogi_float16(
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
@@ -352,16 +354,14 @@ def yogi_float16(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/yogi.py)
     p = p * one_minus_lr_times_weight_decay                            # 21  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g              # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    square = g * g                                                     # 23  square = g * g
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
+    square = g * g                                                     # 23  square = g * g
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)) * square
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
@@ -369,6 +369,12 @@ def yogi_float16(
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -377,6 +383,14 @@ def yogi_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
     exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -390,31 +404,17 @@ def yogi_float16(
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_range_sub
     exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
+    exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    word_and = noise & 255
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
@@ -440,27 +440,27 @@ def yogi_float16_small(
         lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     # -- update  (specs/yogi.py)
     p = p * one_minus_lr_times_weight_decay                            # 21  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    square = g * g                                                     # 23  square = g * g
     # 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
+    square = g * g                                                     # 23  square = g * g
     # 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
     exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)) * square
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
@@ -468,6 +468,12 @@ def yogi_float16_small(
     # 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
+    p_bitcast = p.view(torch.int32)
+    p_sign = p_bitcast >> 16 & 32768
+    p_magnitude = p_bitcast & 2147483647
+    p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -476,18 +482,12 @@ def yogi_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, step)
     noise = word_xor ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_bitcast = p.view(torch.int32)
-    p_magnitude = p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
     word_lshr = noise >> 24 & 0xff
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_wide = torch.where(p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
+    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(p == p, p_wide, 8257536) + 128
-    p_sign = p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -501,6 +501,7 @@ def yogi_float32_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
+    p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -520,7 +521,6 @@ def yogi_float32_decode(
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p = b.elements(p_tensor)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -531,9 +531,9 @@ def yogi_float32_decode(
 def yogi_float32_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -546,10 +546,10 @@ def yogi_float32_encode(values):
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
@@ -594,10 +594,11 @@ def yogi_bfloat16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
+    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -615,7 +616,6 @@ def yogi_bfloat16_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     return {
@@ -628,9 +628,11 @@ def yogi_bfloat16_decode(
 def yogi_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -643,15 +645,13 @@ def yogi_bfloat16_encode(values):
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
-    p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -665,10 +665,10 @@ def yogi_bfloat16_encode(values):
 def yogi_bfloat16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.to(torch.float32).view(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
@@ -701,15 +701,17 @@ def yogi_float16_decode(
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -727,8 +729,6 @@ def yogi_float16_decode(
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_code.to(torch.int32) * exp_avg_sq_step).view(torch.float32)
-    # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     return {
@@ -741,9 +741,22 @@ def yogi_float16_decode(
 def yogi_float16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 64)
+    in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    in_p = b.elements(values["p"])
+    in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
+    p_magnitude = in_p_bitcast & 2147483647
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
+    p_whole = p_steps.floor()
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_low = p_word & 255
+    p_kept = p_low.to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
@@ -756,26 +769,13 @@ def yogi_float16_encode(values):
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
     in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    in_p_bitcast = in_p.view(torch.int32)
-    p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_low = p_word & 255
-    p_kept = p_low.to(torch.uint8)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -789,14 +789,14 @@ def yogi_float16_encode(values):
 def yogi_float16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sq_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 1)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_low = weight_low_code.to(torch.int32)
     p_stored = b.elements(p_tensor)
     p_high = p_stored.view(torch.int16).to(torch.int32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_low = weight_low_code.to(torch.int32)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
-    p_normal = (p_wide << 5) + 939524096
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
+    p_normal = (p_wide << 5) + 939524096
     p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
@@ -816,16 +816,16 @@ def yogi_float16_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
+    p_sign = in_p_bitcast >> 16 & 32768
     p_magnitude = in_p_bitcast & 2147483647
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    in_p_bitcast_2 = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast_2 * 4294967296.0
+    in_p_bitcast = p_magnitude.view(torch.float32)
+    p_steps = in_p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_wide = torch.where(in_p_bitcast_2 < 6.103515625e-05, p_subnormal, p_normal)
+    p_rebiased = p_magnitude - 939524096
+    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
+    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
-    p_sign = in_p_bitcast >> 16 & 32768
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

@@ -1,0 +1,91 @@
+"""The assembly of optgen.runtime.triton_prelude against its twins, read as NVIDIA's manual defines it.
+
+The interpreter runs the twins and no machine is at hand, so the permutations are carried out here, on words as a lane
+holds them: element i of a word is its i-th byte or half.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import struct
+
+import pytest
+
+pytest.importorskip("triton")
+
+from optgen.runtime import triton_prelude
+
+WORD = 0xFFFFFFFF
+
+
+def _prmt(a: int, b: int, selector: int) -> int:
+    """prmt.b32 in its default mode, without sign replication."""
+    source = [x >> 8 * i & 0xFF for x in (a, b) for i in range(4)]
+    picks = [selector >> 4 * i & 0xF for i in range(4)]
+    assert max(picks) < 8
+    return sum(source[pick] << 8 * i for i, pick in enumerate(picks))
+
+
+def _run(assembly: str, outputs: int, inputs: list[int]) -> list[int]:
+    """The words $0 .. of straight-line assembly whose inputs follow the outputs."""
+    values = {f"${outputs + i}": x for i, x in enumerate(inputs)}
+
+    def read(name: str) -> int:
+        return values[name] if name in values else int(name, 0)
+
+    for line in re.sub(r"[{}]|\.reg[^;]*;", "", assembly).split(";"):
+        if not (text := line.strip()):
+            continue
+        op, rest = text.split(maxsplit=1)
+        to, *names = (x.strip() for x in rest.split(","))
+        operands = [read(name) for name in names]
+        if op == "prmt.b32":
+            values[to] = _prmt(*operands)
+        elif op == "shl.b32":
+            values[to] = operands[0] << operands[1] & WORD
+        elif op == "and.b32":
+            values[to] = operands[0] & operands[1]
+        else:
+            raise AssertionError(op)
+    return [values[f"${i}"] for i in range(outputs)]
+
+
+def _assembly(helper: str) -> str:
+    """The string that `helper` gives to inline_asm_elementwise."""
+    source = inspect.getsource(getattr(triton_prelude, helper).fn)
+    found = re.search(r'inline_asm_elementwise\(\s*("""|")(.*?)\1', source, re.DOTALL)
+    assert found is not None
+    return found[2]
+
+
+def _words(count: int) -> list[int]:
+    draw = random.Random(count)
+    return [draw.getrandbits(32) for _ in range(count)]
+
+
+def _split(word: int, bits: int) -> list[int]:
+    return [word >> i & ((1 << bits) - 1) for i in range(0, 32, bits)]
+
+
+@pytest.mark.parametrize("word", [0x03020100, 0xFFFE8180, 0x80000001, *_words(20)])
+def test_bytes_become_floats_and_halves_become_floats(word: int) -> None:
+    floats = [struct.unpack("<f", struct.pack("<I", x))[0] for x in _run(_assembly("counter"), 4, [word])]
+    assert floats == [2.0**23 + x for x in _split(word, 8)]
+    assert _run(_assembly("widened"), 2, [word]) == [x << 16 for x in _split(word, 16)]
+
+
+@pytest.mark.parametrize("low", [0x03020100, 0xFFFE8180, *_words(20)])
+def test_a_half_and_a_byte_are_joined(low: int) -> None:
+    high = [0x11102120, 0x91A0F1C0]
+    halves = [x for word in high for x in _split(word, 16)]
+    wanted = [(h << 16) | (x << 8) for h, x in zip(halves, _split(low, 8), strict=True)]
+    assert _run(_assembly("joined"), 4, [*high, low]) == wanted
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_bytes_of_four_words_are_gathered(k: int) -> None:
+    words = _words(4)
+    (got,) = _run(triton_prelude.gather.fn(k), 1, words)
+    assert _split(got, 8) == [x >> 8 * k & 0xFF for x in words]
