@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from optgen.formats import Float
 from optgen.runtime import native
@@ -48,51 +47,3 @@ def test_within_its_bound_of_the_oracle_and_a_code_of_strict(cell: Cell, isa: st
         for name, fmt in built.storage.states.items():
             if not isinstance(fmt, Float):
                 assert code_distance(name, fmt, run.buffers, fast.buffers) <= 1, name
-
-
-RECIPROCALS = """
-#include "optgen.h"
-namespace {
-template <class Grad>
-struct f {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Column COLUMNS[] = {{4, false, false}, {4, false, true}, {4, false, true}};
-    static void tile(char *const *at, int count, const int *, int32_t, const float *, int32_t, int32_t) {
-        for (int i = 0; i < count; i += W) {
-            const F x = load((const float *)at[0] + i);
-            store((float *)at[1] + i, reciprocal_of_normal(x));
-            store((float *)at[2] + i, reciprocal(x));
-        }
-    }
-};
-}
-OPTGEN_EXPORT
-"""
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_reciprocals_are_within_the_units_that_fast_maths_allows(isa: str) -> None:
-    """Every 64th mantissa in three binades, and the ends of the range; `FAST` counts 5.4 half ulp for one."""
-    library = harness.compiled(RECIPROCALS, "float32", isa)
-    mantissa = torch.arange(0, 2**23, 64, dtype=torch.int32)
-    x = torch.cat([(mantissa + (e << 23)).view(torch.float32) for e in (1, 127, 251)])
-    normal, any_ = torch.empty_like(x), torch.empty_like(x)
-    run(library, x, normal, any_)
-    unit = 2.0**-24
-    for got in (normal, any_):
-        assert ((got.double() * x.double() - 1).abs().max() / unit) <= 5.4
-    special = torch.tensor([0.0, float("inf"), float("nan"), 2.0**-126, 2.0**125])
-    out = torch.empty_like(special)
-    run(library, special, torch.empty_like(special), out)
-    assert out[0] == float("inf") and out[1] == 0 and out[2].isnan()
-    assert torch.allclose(out[3:], 1 / special[3:], rtol=5.4 * unit, atol=0)
-
-
-def run(library: object, *columns: torch.Tensor) -> None:
-    import ctypes
-
-    numel = columns[0].numel()
-    table = torch.tensor([*(c.data_ptr() for c in columns), numel, numel, 0])
-    pointer, whole = ctypes.c_void_p, ctypes.c_int64
-    step = library.optgen_step  # type: ignore[attr-defined]
-    assert step(pointer(table.data_ptr()), whole(1), None, ctypes.c_int32(0), ctypes.c_int32(1)) == 0

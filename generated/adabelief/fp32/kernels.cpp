@@ -55,7 +55,7 @@ struct adabelief_float32 {
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_var_at + i, exp_avg_var_2);
@@ -91,8 +91,8 @@ struct adabelief_bfloat16 {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_var = load(exp_avg_var_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                    // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                           // bf16, nearest
             const F g_cast = g_stored;
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -101,10 +101,10 @@ struct adabelief_bfloat16 {
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             const F p_2 = one_minus_lr_times_weight_decay * p;       // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_var_at + i, exp_avg_var_2);
         }
@@ -139,7 +139,7 @@ struct adabelief_float16 {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_var = load(exp_avg_var_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                        // f16, nearest
             const F g_cast = g_stored;
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -149,7 +149,7 @@ struct adabelief_float16 {
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             const F p_2 = one_minus_lr_times_weight_decay * p;       // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_3, scalar_4), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_var_at + i, exp_avg_var_2);

@@ -74,12 +74,12 @@ struct adabelief_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_var_range = load(exp_avg_var_range_at + b);
-            const I exp_avg_var_header = exp_avg_var_range;
+            const I16 exp_avg_var_range = raw(exp_avg_var_range_at + b);
+            const I exp_avg_var_header = to_int(exp_avg_var_range);
             const I exp_avg_var_cells = max(exp_avg_var_header & 255, I(4));
             const I exp_avg_var_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_var_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1);
@@ -103,16 +103,16 @@ struct adabelief_float32 {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_var_code = load(exp_avg_var_at + i);
-                const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + exp_avg_var_code * exp_avg_var_step);
+                const U8 exp_avg_var_code = raw(exp_avg_var_at + i);
+                const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + to_int(exp_avg_var_code) * exp_avg_var_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_var = exp_avg_var_value * exp_avg_var_value;
                 const F p = load(p_at + i);
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F surprise = fma(grad_scale, g, -exp_avg);              // 22  surprise = g - exp_avg
                 // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
                 const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
@@ -155,7 +155,7 @@ struct adabelief_float32 {
             const I exp_avg_var_half = exp_avg_var_units * 10240;
             const I exp_avg_var_base = exp_avg_var_start + exp_avg_var_half;
             const I g_sub = 1601175552 - exp_avg_var_base;
-            const I exp_avg_var_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_var_units))), I(255));
+            const I exp_avg_var_cells_2 = min(to_int(256.5f / to_float(exp_avg_var_units)), I(255));
             const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
             const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I exp_avg_var_header_2 = exp_avg_var_first + -128 << 8 | exp_avg_var_cells_2;
@@ -182,9 +182,8 @@ struct adabelief_float32 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_var_offset = ((noise & 4095) << 12 | 2048) + g_add;
                 const I exp_avg_var_position = max(min(bits(g_sqrt) - exp_avg_var_base, g_sub), I(0)) * exp_avg_var_scale + exp_avg_var_offset;
-                const I exp_avg_var_code_2 = lshr(exp_avg_var_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_avg_var_at + i, exp_avg_var_code_2);
+                store_byte<3>(exp_avg_var_at + i, exp_avg_var_position);
             }
         }
     }
@@ -226,7 +225,7 @@ struct adabelief_float32_small {
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_var_2), scalar_3, scalar_4)), p_2);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_var_at + i, exp_avg_var_2);
@@ -290,12 +289,12 @@ struct adabelief_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_var_range = load(exp_avg_var_range_at + b);
-            const I exp_avg_var_header = exp_avg_var_range;
+            const I16 exp_avg_var_range = raw(exp_avg_var_range_at + b);
+            const I exp_avg_var_header = to_int(exp_avg_var_range);
             const I exp_avg_var_cells = max(exp_avg_var_header & 255, I(4));
             const I exp_avg_var_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_var_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1);
@@ -319,33 +318,30 @@ struct adabelief_bfloat16 {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_var_code = load(exp_avg_var_at + i);
-                const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + exp_avg_var_code * exp_avg_var_step);
+                const U8 exp_avg_var_code = raw(exp_avg_var_at + i);
+                const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + to_int(exp_avg_var_code) * exp_avg_var_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_var = exp_avg_var_value * exp_avg_var_value;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F surprise = fma(grad_scale, g_cast, -exp_avg);         // 22  surprise = g - exp_avg
+                const F surprise = fma(grad_scale, g_cast, -exp_avg);              // 22  surprise = g - exp_avg
                 // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
                 const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
                 const F g_sqrt = sqrt(exp_avg_var_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;            // 20  p = decoupled(p, lr, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 20  p = decoupled(p, lr, weight_decay)
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_var_pattern = bits(g_sqrt);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
@@ -354,8 +350,8 @@ struct adabelief_bfloat16 {
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_2_kept[b] = largest_of_block_2;
@@ -379,7 +375,7 @@ struct adabelief_bfloat16 {
             const I exp_avg_var_half = exp_avg_var_units * 10240;
             const I exp_avg_var_base = exp_avg_var_start + exp_avg_var_half;
             const I g_sub = 1601175552 - exp_avg_var_base;
-            const I exp_avg_var_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_var_units))), I(255));
+            const I exp_avg_var_cells_2 = min(to_int(256.5f / to_float(exp_avg_var_units)), I(255));
             const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
             const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I exp_avg_var_header_2 = exp_avg_var_first + -128 << 8 | exp_avg_var_cells_2;
@@ -406,9 +402,8 @@ struct adabelief_bfloat16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add;
                 const I exp_avg_var_position = max(min(bits(g_sqrt) - exp_avg_var_base, g_sub), I(0)) * exp_avg_var_scale + exp_avg_var_offset;
-                const I exp_avg_var_code_2 = lshr(exp_avg_var_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_avg_var_at + i, exp_avg_var_code_2);
+                store_byte<3>(exp_avg_var_at + i, exp_avg_var_position);
             }
         }
     }
@@ -459,27 +454,24 @@ struct adabelief_bfloat16_small {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_var = load(exp_avg_var_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));    // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const F surprise = fma(grad_scale, g_cast, -exp_avg_2);  // 22  surprise = g - exp_avg
+            const F surprise = fma(grad_scale, g_cast, -exp_avg_2);            // 22  surprise = g - exp_avg
             // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
             const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 20  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_3, scalar_4), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_3), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_var_at + i, exp_avg_var_2);
         }
@@ -542,12 +534,12 @@ struct adabelief_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_var_range = load(exp_avg_var_range_at + b);
-            const I exp_avg_var_header = exp_avg_var_range;
+            const I16 exp_avg_var_range = raw(exp_avg_var_range_at + b);
+            const I exp_avg_var_header = to_int(exp_avg_var_range);
             const I exp_avg_var_cells = max(exp_avg_var_header & 255, I(4));
             const I exp_avg_var_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_var_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1);
@@ -571,17 +563,17 @@ struct adabelief_float16 {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_var_code = load(exp_avg_var_at + i);
-                const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + exp_avg_var_code * exp_avg_var_step);
+                const U8 exp_avg_var_code = raw(exp_avg_var_at + i);
+                const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + to_int(exp_avg_var_code) * exp_avg_var_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_var = exp_avg_var_value * exp_avg_var_value;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -648,7 +640,7 @@ struct adabelief_float16 {
             const I exp_avg_var_half = exp_avg_var_units * 10240;
             const I exp_avg_var_base = exp_avg_var_start + exp_avg_var_half;
             const I g_sub = 1601175552 - exp_avg_var_base;
-            const I exp_avg_var_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_var_units))), I(255));
+            const I exp_avg_var_cells_2 = min(to_int(256.5f / to_float(exp_avg_var_units)), I(255));
             const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
             const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I exp_avg_var_header_2 = exp_avg_var_first + -128 << 8 | exp_avg_var_cells_2;
@@ -675,9 +667,8 @@ struct adabelief_float16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add;
                 const I exp_avg_var_position = max(min(bits(g_sqrt) - exp_avg_var_base, g_sub), I(0)) * exp_avg_var_scale + exp_avg_var_offset;
-                const I exp_avg_var_code_2 = lshr(exp_avg_var_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_avg_var_at + i, exp_avg_var_code_2);
+                store_byte<3>(exp_avg_var_at + i, exp_avg_var_position);
             }
         }
     }
@@ -728,10 +719,10 @@ struct adabelief_float16_small {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_var = load(exp_avg_var_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -50,7 +50,7 @@ struct adadelta_float32 {
             const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
-            const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
+            const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_3;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
@@ -86,8 +86,8 @@ struct adadelta_bfloat16 {
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int i = 0; i < count; i += W) {
             const F acc_delta = load(acc_delta_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                                    // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                           // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
@@ -95,7 +95,7 @@ struct adadelta_bfloat16 {
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
+            const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_2;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
@@ -103,7 +103,7 @@ struct adadelta_bfloat16 {
             const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);
         }
@@ -133,7 +133,7 @@ struct adadelta_float16 {
         // -- elements: decode, update  (specs/adadelta.py)
         for (int i = 0; i < count; i += W) {
             const F acc_delta = load(acc_delta_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                                        // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
@@ -142,7 +142,7 @@ struct adadelta_float16 {
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
+            const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_2;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta

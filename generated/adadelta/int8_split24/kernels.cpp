@@ -76,14 +76,14 @@ struct adadelta_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I acc_delta_range = load(acc_delta_range_at + b);
-            const I acc_delta_header = acc_delta_range;
+            const I16 acc_delta_range = raw(acc_delta_range_at + b);
+            const I acc_delta_header = to_int(acc_delta_range);
             const I acc_delta_cells = max(acc_delta_header & 255, I(4));
             const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
             const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
@@ -108,22 +108,22 @@ struct adadelta_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I acc_delta_code = load(acc_delta_at + i);
-                const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_code * acc_delta_step);
+                const U8 acc_delta_code = raw(acc_delta_at + i);
+                const F acc_delta_value = as_float(acc_delta_middle_2 + to_int(acc_delta_code) * acc_delta_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F acc_delta = acc_delta_value * acc_delta_value;
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
                 const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
-                const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
+                const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
                 const F delta = acc_delta_range_sqrt * p_rcp * g_3;
                 const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
@@ -163,7 +163,7 @@ struct adadelta_float32 {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -175,7 +175,7 @@ struct adadelta_float32 {
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
             const I acc_delta_range_sub = 1601175552 - acc_delta_base;
-            const I acc_delta_cells_2 = min(to_int(256.5f * (1.0f / to_float(acc_delta_units))), I(255));
+            const I acc_delta_cells_2 = min(to_int(256.5f / to_float(acc_delta_units)), I(255));
             const I acc_delta_scale = acc_delta_cells_2 << 2;
             const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
@@ -207,12 +207,10 @@ struct adadelta_float32 {
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const I acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_range_add;
                 const I acc_delta_position = max(min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub), I(0)) * acc_delta_scale + acc_delta_offset;
-                const I acc_delta_code_2 = lshr(acc_delta_position, 24);
-                store(square_avg_at + i, square_avg_code_2);
-                store(acc_delta_at + i, acc_delta_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(acc_delta_at + i, acc_delta_position);
             }
         }
     }
@@ -249,7 +247,7 @@ struct adadelta_float32_small {
             const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
-            const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
+            const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_3;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
@@ -320,14 +318,14 @@ struct adadelta_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I acc_delta_range = load(acc_delta_range_at + b);
-            const I acc_delta_header = acc_delta_range;
+            const I16 acc_delta_range = raw(acc_delta_range_at + b);
+            const I acc_delta_header = to_int(acc_delta_range);
             const I acc_delta_cells = max(acc_delta_header & 255, I(4));
             const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
             const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
@@ -352,26 +350,24 @@ struct adadelta_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I acc_delta_code = load(acc_delta_at + i);
-                const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_code * acc_delta_step);
+                const U8 acc_delta_code = raw(acc_delta_at + i);
+                const F acc_delta_value = as_float(acc_delta_middle_2 + to_int(acc_delta_code) * acc_delta_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F acc_delta = acc_delta_value * acc_delta_value;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));                    // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);        // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
                 const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-                const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
+                const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
                 const F delta = acc_delta_range_sqrt * p_rcp * g_2;
                 const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
@@ -381,7 +377,6 @@ struct adadelta_bfloat16 {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 take_larger(largest_of_block, square_avg_pattern, i, end);
@@ -391,8 +386,8 @@ struct adadelta_bfloat16 {
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(acc_delta_pattern_kept + i, acc_delta_pattern);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -414,7 +409,7 @@ struct adadelta_bfloat16 {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -426,7 +421,7 @@ struct adadelta_bfloat16 {
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
             const I acc_delta_range_sub = 1601175552 - acc_delta_base;
-            const I acc_delta_cells_2 = min(to_int(256.5f * (1.0f / to_float(acc_delta_units))), I(255));
+            const I acc_delta_cells_2 = min(to_int(256.5f / to_float(acc_delta_units)), I(255));
             const I acc_delta_scale = acc_delta_cells_2 << 2;
             const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
@@ -458,12 +453,10 @@ struct adadelta_bfloat16 {
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add;
                 const I acc_delta_position = max(min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub), I(0)) * acc_delta_scale + acc_delta_offset;
-                const I acc_delta_code_2 = lshr(acc_delta_position, 24);
-                store(square_avg_at + i, square_avg_code_2);
-                store(acc_delta_at + i, acc_delta_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(acc_delta_at + i, acc_delta_position);
             }
         }
     }
@@ -509,11 +502,9 @@ struct adadelta_bfloat16_small {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F acc_delta = load(acc_delta_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));                    // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);        // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
@@ -521,7 +512,7 @@ struct adadelta_bfloat16_small {
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
+            const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
             const F delta = acc_delta_sqrt * p_rcp * g_2;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
@@ -531,9 +522,8 @@ struct adadelta_bfloat16_small {
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);
         }
@@ -598,14 +588,14 @@ struct adadelta_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I acc_delta_range = load(acc_delta_range_at + b);
-            const I acc_delta_header = acc_delta_range;
+            const I16 acc_delta_range = raw(acc_delta_range_at + b);
+            const I acc_delta_header = to_int(acc_delta_range);
             const I acc_delta_cells = max(acc_delta_header & 255, I(4));
             const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
             const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
@@ -630,14 +620,14 @@ struct adadelta_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I acc_delta_code = load(acc_delta_at + i);
-                const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_code * acc_delta_step);
+                const U8 acc_delta_code = raw(acc_delta_at + i);
+                const F acc_delta_value = as_float(acc_delta_middle_2 + to_int(acc_delta_code) * acc_delta_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F acc_delta = acc_delta_value * acc_delta_value;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -647,15 +637,15 @@ struct adadelta_float16 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
                 const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
                 const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-                const F p_rcp = reciprocal(sqrt(square_avg_2 + eps));
+                const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
                 const F delta = acc_delta_range_sqrt * p_rcp * g_2;
                 const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
@@ -709,7 +699,7 @@ struct adadelta_float16 {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -721,7 +711,7 @@ struct adadelta_float16 {
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
             const I acc_delta_range_sub = 1601175552 - acc_delta_base;
-            const I acc_delta_cells_2 = min(to_int(256.5f * (1.0f / to_float(acc_delta_units))), I(255));
+            const I acc_delta_cells_2 = min(to_int(256.5f / to_float(acc_delta_units)), I(255));
             const I acc_delta_scale = acc_delta_cells_2 << 2;
             const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
@@ -753,12 +743,10 @@ struct adadelta_float16 {
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add;
                 const I acc_delta_position = max(min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub), I(0)) * acc_delta_scale + acc_delta_offset;
-                const I acc_delta_code_2 = lshr(acc_delta_position, 24);
-                store(square_avg_at + i, square_avg_code_2);
-                store(acc_delta_at + i, acc_delta_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(acc_delta_at + i, acc_delta_position);
             }
         }
     }
@@ -804,10 +792,10 @@ struct adadelta_float16_small {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F acc_delta = load(acc_delta_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

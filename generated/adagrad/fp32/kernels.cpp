@@ -44,7 +44,7 @@ struct adagrad_float32 {
             const F g_3 = fma(weight_decay, p, g_2);       // 19  g = l2(g, p, weight_decay)
             const F sum__2 = fma(g_3, g_3, sum_ + start);  // 21  sum = sum + start + g * g
             // 23  p = p - step_lr * g / (sqrt(sum) + eps)
-            const F p_2 = fma(-g_3, reciprocal(fma(sqrt(sum__2), scalar_1, scalar_2)), p);
+            const F p_2 = fma(-g_3, 1.0f / fma(sqrt(sum__2), scalar_1, scalar_2), p);
             store(p_at + i, p_2);
             store(sum_at + i, sum__2);
         }
@@ -71,18 +71,18 @@ struct adagrad_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);          // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                 // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F sum_ = load(sum_at + i);
             const F g_2 = fma(weight_decay, p, g);         // 19  g = l2(g, p, weight_decay)
             const F sum__2 = fma(g_2, g_2, sum_ + start);  // 21  sum = sum + start + g * g
             // 23  p = p - step_lr * g / (sqrt(sum) + eps)
-            const F p_2 = fma(-g_2, reciprocal(fma(sqrt(sum__2), scalar_1, scalar_2)), p);
+            const F p_2 = fma(-g_2, 1.0f / fma(sqrt(sum__2), scalar_1, scalar_2), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(sum_at + i, sum__2);
         }
     }
@@ -108,7 +108,7 @@ struct adagrad_float16 {
 
         // -- elements: decode, update  (specs/adagrad.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);              // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
@@ -116,7 +116,7 @@ struct adagrad_float16 {
             const F g_2 = fma(weight_decay, p, g);         // 19  g = l2(g, p, weight_decay)
             const F sum__2 = fma(g_2, g_2, sum_ + start);  // 21  sum = sum + start + g * g
             // 23  p = p - step_lr * g / (sqrt(sum) + eps)
-            const F p_2 = fma(-g_2, reciprocal(fma(sqrt(sum__2), scalar_1, scalar_2)), p);
+            const F p_2 = fma(-g_2, 1.0f / fma(sqrt(sum__2), scalar_1, scalar_2), p);
             store(p_at + i, narrow_half(p_2));
             store(sum_at + i, sum__2);
         }

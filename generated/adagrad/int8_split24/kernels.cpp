@@ -62,8 +62,8 @@ struct adagrad_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I sum_range = load(sum_range_at + b);
-            const I sum_header = sum_range;
+            const I16 sum_range = raw(sum_range_at + b);
+            const I sum_header = to_int(sum_range);
             const I sum_cells = max(sum_header & 255, I(4));
             const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) + -1262485504;
             const I sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1);
@@ -85,13 +85,12 @@ struct adagrad_float32 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I sum_code = load(sum_at + i);
-                const F sum_value = as_float(sum_middle_2 + sum_code * sum_step);
-                const F g_3 = fma(weight_decay, p, g_2);                         // 19  g = l2(g, p, weight_decay)
-                const F sum_ = fma(g_3, g_3, fma(sum_value, sum_value, start));  // 21  sum = sum + start + g * g
+                const U8 sum_code = raw(sum_at + i);
+                const F sum_value = as_float(sum_middle_2 + to_int(sum_code) * sum_step);
+                const F g_3 = fma(weight_decay, p, g_2);                             // 19  g = l2(g, p, weight_decay)
+                const F sum_ = fma(g_3, g_3, fma(sum_value, sum_value, start));      // 21  sum = sum + start + g * g
                 const F p_sqrt = sqrt(sum_);
-                // 23  p = p - step_lr * g / (sqrt(sum) + eps)
-                const F p_2 = fma(-g_3, reciprocal(fma(p_sqrt, scalar_1, scalar_2)), p);
+                const F p_2 = fma(-g_3, 1.0f / fma(p_sqrt, scalar_1, scalar_2), p);  // 23  p = p - step_lr * g / (sqrt(sum) + eps)
                 const I sum_pattern = bits(p_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
@@ -118,7 +117,7 @@ struct adagrad_float32 {
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
             const I p_sub = 1601175552 - sum_base;
-            const I sum_cells_2 = min(to_int(256.5f * (1.0f / to_float(sum_units))), I(255));
+            const I sum_cells_2 = min(to_int(256.5f / to_float(sum_units)), I(255));
             const I sum_scale = sum_cells_2 << 2;
             const I p_add = sum_half * sum_scale + -8388608;
             const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
@@ -140,8 +139,7 @@ struct adagrad_float32 {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + p_add;
                 const I sum_position = max(min(bits(p_sqrt) - sum_base, p_sub), I(0)) * sum_scale + sum_offset;
-                const I sum_code_2 = lshr(sum_position, 24);
-                store(sum_at + i, sum_code_2);
+                store_byte<3>(sum_at + i, sum_position);
             }
         }
     }
@@ -174,7 +172,7 @@ struct adagrad_float32_small {
             const F g_3 = fma(weight_decay, p, g_2);       // 19  g = l2(g, p, weight_decay)
             const F sum__2 = fma(g_3, g_3, sum_ + start);  // 21  sum = sum + start + g * g
             // 23  p = p - step_lr * g / (sqrt(sum) + eps)
-            const F p_2 = fma(-g_3, reciprocal(fma(sqrt(sum__2), scalar_1, scalar_2)), p);
+            const F p_2 = fma(-g_3, 1.0f / fma(sqrt(sum__2), scalar_1, scalar_2), p);
             store(p_at + i, p_2);
             store(sum_at + i, sum__2);
         }
@@ -227,8 +225,8 @@ struct adagrad_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I sum_range = load(sum_range_at + b);
-            const I sum_header = sum_range;
+            const I16 sum_range = raw(sum_range_at + b);
+            const I sum_header = to_int(sum_range);
             const I sum_cells = max(sum_header & 255, I(4));
             const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) + -1262485504;
             const I sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1);
@@ -247,15 +245,13 @@ struct adagrad_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));                // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);    // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I sum_code = load(sum_at + i);
-                const F sum_value = as_float(sum_middle_2 + sum_code * sum_step);
+                const U8 sum_code = raw(sum_at + i);
+                const F sum_value = as_float(sum_middle_2 + to_int(sum_code) * sum_step);
                 const F g_2 = fma(weight_decay, p, g);                               // 19  g = l2(g, p, weight_decay)
                 const F sum_ = fma(g_2, g_2, fma(sum_value, sum_value, start));      // 21  sum = sum + start + g * g
                 const F p_sqrt = sqrt(sum_);
@@ -264,14 +260,13 @@ struct adagrad_bfloat16 {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const I sum_pattern = bits(p_sqrt);
                 take_larger(largest_of_block, sum_pattern, i, end);
                 take_smaller(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -289,7 +284,7 @@ struct adagrad_bfloat16 {
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
             const I p_sub = 1601175552 - sum_base;
-            const I sum_cells_2 = min(to_int(256.5f * (1.0f / to_float(sum_units))), I(255));
+            const I sum_cells_2 = min(to_int(256.5f / to_float(sum_units)), I(255));
             const I sum_scale = sum_cells_2 << 2;
             const I p_add = sum_half * sum_scale + -8388608;
             const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
@@ -311,8 +306,7 @@ struct adagrad_bfloat16 {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + p_add;
                 const I sum_position = max(min(bits(p_sqrt) - sum_base, p_sub), I(0)) * sum_scale + sum_offset;
-                const I sum_code_2 = lshr(sum_position, 24);
-                store(sum_at + i, sum_code_2);
+                store_byte<3>(sum_at + i, sum_position);
             }
         }
     }
@@ -355,25 +349,22 @@ struct adagrad_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F sum_ = load(sum_at + i);
-            const F g_2 = fma(weight_decay, p, g);                 // 19  g = l2(g, p, weight_decay)
-            const F sum__2 = fma(g_2, g_2, sum_ + start);          // 21  sum = sum + start + g * g
+            const F g_2 = fma(weight_decay, p, g);                             // 19  g = l2(g, p, weight_decay)
+            const F sum__2 = fma(g_2, g_2, sum_ + start);                      // 21  sum = sum + start + g * g
             // 23  p = p - step_lr * g / (sqrt(sum) + eps)
-            const F p_2 = fma(-g_2, reciprocal(fma(sqrt(sum__2), scalar_1, scalar_2)), p);
+            const F p_2 = fma(-g_2, 1.0f / fma(sqrt(sum__2), scalar_1, scalar_2), p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(sum_at + i, sum__2);
         }
     }
@@ -425,8 +416,8 @@ struct adagrad_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I sum_range = load(sum_range_at + b);
-            const I sum_header = sum_range;
+            const I16 sum_range = raw(sum_range_at + b);
+            const I sum_header = to_int(sum_range);
             const I sum_cells = max(sum_header & 255, I(4));
             const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) + -1262485504;
             const I sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1);
@@ -445,10 +436,10 @@ struct adagrad_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -458,8 +449,8 @@ struct adagrad_float16 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I sum_code = load(sum_at + i);
-                const F sum_value = as_float(sum_middle_2 + sum_code * sum_step);
+                const U8 sum_code = raw(sum_at + i);
+                const F sum_value = as_float(sum_middle_2 + to_int(sum_code) * sum_step);
                 const F g_2 = fma(weight_decay, p, g);                               // 19  g = l2(g, p, weight_decay)
                 const F sum_ = fma(g_2, g_2, fma(sum_value, sum_value, start));      // 21  sum = sum + start + g * g
                 const F p_sqrt = sqrt(sum_);
@@ -504,7 +495,7 @@ struct adagrad_float16 {
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
             const I p_sub = 1601175552 - sum_base;
-            const I sum_cells_2 = min(to_int(256.5f * (1.0f / to_float(sum_units))), I(255));
+            const I sum_cells_2 = min(to_int(256.5f / to_float(sum_units)), I(255));
             const I sum_scale = sum_cells_2 << 2;
             const I p_add = sum_half * sum_scale + -8388608;
             const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
@@ -526,8 +517,7 @@ struct adagrad_float16 {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + p_add;
                 const I sum_position = max(min(bits(p_sqrt) - sum_base, p_sub), I(0)) * sum_scale + sum_offset;
-                const I sum_code_2 = lshr(sum_position, 24);
-                store(sum_at + i, sum_code_2);
+                store_byte<3>(sum_at + i, sum_position);
             }
         }
     }
@@ -570,10 +560,10 @@ struct adagrad_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

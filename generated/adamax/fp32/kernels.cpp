@@ -85,8 +85,8 @@ struct adamax_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                            // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                   // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
@@ -99,7 +99,7 @@ struct adamax_bfloat16 {
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_inf_at + i, exp_inf_2);
         }
@@ -130,7 +130,7 @@ struct adamax_float16 {
 
         // -- elements: decode, update  (specs/adamax.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                                // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;

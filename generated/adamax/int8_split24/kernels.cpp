@@ -72,12 +72,12 @@ struct adamax_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_inf_range = load(exp_inf_range_at + b);
-            const I exp_inf_header = exp_inf_range;
+            const I16 exp_inf_range = raw(exp_inf_range_at + b);
+            const I exp_inf_header = to_int(exp_inf_range);
             const I exp_inf_cells = max(exp_inf_header & 255, I(4));
             const I exp_inf_step = bits(fma(4194304.0f, 1.0f / to_float(exp_inf_cells), 12582912.0f)) + -1262485504;
             const I exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1);
@@ -103,16 +103,16 @@ struct adamax_float32 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_inf_code = load(exp_inf_at + i);
-                const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_code * exp_inf_step);
+                const U8 exp_inf_code = raw(exp_inf_at + i);
+                const F exp_inf_value = as_float(exp_inf_middle_2 + to_int(exp_inf_code) * exp_inf_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_inf = exp_inf_value * exp_inf_value;
                 const F g_3 = fma(weight_decay, p, g_2);                   // 20  g = l2(g, p, weight_decay)
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F exp_inf_2 = max(beta2 * exp_inf, abs(g_3) + eps);  // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
                 // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
                 const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / exp_inf_2, p);
@@ -151,7 +151,7 @@ struct adamax_float32 {
             const I exp_inf_half = exp_inf_units * 10240;
             const I exp_inf_base = exp_inf_start + exp_inf_half;
             const I exp_inf_range_sub = 1601175552 - exp_inf_base;
-            const I exp_inf_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_inf_units))), I(255));
+            const I exp_inf_cells_2 = min(to_int(256.5f / to_float(exp_inf_units)), I(255));
             const I exp_inf_scale = exp_inf_cells_2 << 2;
             const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_header_2 = exp_inf_first + -128 << 8 | exp_inf_cells_2;
@@ -178,9 +178,8 @@ struct adamax_float32 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), p_mul), 3200.0f));
                 const I exp_inf_offset = ((noise & 4095) << 12 | 2048) + exp_inf_range_add;
                 const I exp_inf_position = max(min(exp_inf_pattern - exp_inf_base, exp_inf_range_sub), I(0)) * exp_inf_scale + exp_inf_offset;
-                const I exp_inf_code_2 = lshr(exp_inf_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_inf_at + i, exp_inf_code_2);
+                store_byte<3>(exp_inf_at + i, exp_inf_position);
             }
         }
     }
@@ -282,12 +281,12 @@ struct adamax_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_inf_range = load(exp_inf_range_at + b);
-            const I exp_inf_header = exp_inf_range;
+            const I16 exp_inf_range = raw(exp_inf_range_at + b);
+            const I exp_inf_header = to_int(exp_inf_range);
             const I exp_inf_cells = max(exp_inf_header & 255, I(4));
             const I exp_inf_step = bits(fma(4194304.0f, 1.0f / to_float(exp_inf_cells), 12582912.0f)) + -1262485504;
             const I exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1);
@@ -310,31 +309,29 @@ struct adamax_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_inf_code = load(exp_inf_at + i);
-                const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_code * exp_inf_step);
+                const U8 exp_inf_code = raw(exp_inf_at + i);
+                const F exp_inf_value = as_float(exp_inf_middle_2 + to_int(exp_inf_code) * exp_inf_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_inf = exp_inf_value * exp_inf_value;
-                const F g_2 = fma(weight_decay, p, g);                     // 20  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                             // 20  g = l2(g, p, weight_decay)
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);  // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+                // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+                const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
                 // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
                 const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / exp_inf_2, p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const F p_abs = abs(exp_avg);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
                 take_larger(exp_avg_top, bits(p_abs), i, end);
@@ -343,8 +340,8 @@ struct adamax_bfloat16 {
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_inf_pattern_kept + i, exp_inf_pattern);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_2_kept[b] = largest_of_block_2;
@@ -368,7 +365,7 @@ struct adamax_bfloat16 {
             const I exp_inf_half = exp_inf_units * 10240;
             const I exp_inf_base = exp_inf_start + exp_inf_half;
             const I exp_inf_range_sub = 1601175552 - exp_inf_base;
-            const I exp_inf_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_inf_units))), I(255));
+            const I exp_inf_cells_2 = min(to_int(256.5f / to_float(exp_inf_units)), I(255));
             const I exp_inf_scale = exp_inf_cells_2 << 2;
             const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_header_2 = exp_inf_first + -128 << 8 | exp_inf_cells_2;
@@ -395,9 +392,8 @@ struct adamax_bfloat16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), p_mul), 3200.0f));
                 const I exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_add;
                 const I exp_inf_position = max(min(exp_inf_pattern - exp_inf_base, exp_inf_range_sub), I(0)) * exp_inf_scale + exp_inf_offset;
-                const I exp_inf_code_2 = lshr(exp_inf_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_inf_at + i, exp_inf_code_2);
+                store_byte<3>(exp_inf_at + i, exp_inf_position);
             }
         }
     }
@@ -444,28 +440,25 @@ struct adamax_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));            // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
-            const F g_2 = fma(weight_decay, p, g);                           // 20  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                             // 20  g = l2(g, p, weight_decay)
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
             const F p_2 = fma(-fma(scalar_2, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);    // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_inf_at + i, exp_inf_2);
         }
@@ -526,12 +519,12 @@ struct adamax_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_inf_range = load(exp_inf_range_at + b);
-            const I exp_inf_header = exp_inf_range;
+            const I16 exp_inf_range = raw(exp_inf_range_at + b);
+            const I exp_inf_header = to_int(exp_inf_range);
             const I exp_inf_cells = max(exp_inf_header & 255, I(4));
             const I exp_inf_step = bits(fma(4194304.0f, 1.0f / to_float(exp_inf_cells), 12582912.0f)) + -1262485504;
             const I exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1);
@@ -554,10 +547,10 @@ struct adamax_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -567,11 +560,11 @@ struct adamax_float16 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_inf_code = load(exp_inf_at + i);
-                const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_code * exp_inf_step);
+                const U8 exp_inf_code = raw(exp_inf_at + i);
+                const F exp_inf_value = as_float(exp_inf_middle_2 + to_int(exp_inf_code) * exp_inf_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_inf = exp_inf_value * exp_inf_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 20  g = l2(g, p, weight_decay)
@@ -629,7 +622,7 @@ struct adamax_float16 {
             const I exp_inf_half = exp_inf_units * 10240;
             const I exp_inf_base = exp_inf_start + exp_inf_half;
             const I exp_inf_range_sub = 1601175552 - exp_inf_base;
-            const I exp_inf_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_inf_units))), I(255));
+            const I exp_inf_cells_2 = min(to_int(256.5f / to_float(exp_inf_units)), I(255));
             const I exp_inf_scale = exp_inf_cells_2 << 2;
             const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_header_2 = exp_inf_first + -128 << 8 | exp_inf_cells_2;
@@ -656,9 +649,8 @@ struct adamax_float16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), p_mul), 3200.0f));
                 const I exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_add;
                 const I exp_inf_position = max(min(exp_inf_pattern - exp_inf_base, exp_inf_range_sub), I(0)) * exp_inf_scale + exp_inf_offset;
-                const I exp_inf_code_2 = lshr(exp_inf_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_inf_at + i, exp_inf_code_2);
+                store_byte<3>(exp_inf_at + i, exp_inf_position);
             }
         }
     }
@@ -705,10 +697,10 @@ struct adamax_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

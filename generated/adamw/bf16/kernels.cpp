@@ -43,10 +43,10 @@ struct adamw_float32 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                        // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16
             const F p = load(p_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -54,14 +54,14 @@ struct adamw_float32 {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767;
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
         }
     }
 };
@@ -90,18 +90,18 @@ struct adamw_bfloat16 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                    // bf16, nearest
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);          // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);    // bf16
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
@@ -110,9 +110,9 @@ struct adamw_bfloat16 {
             const I exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767;
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
         }
     }
 };
@@ -141,27 +141,27 @@ struct adamw_float16 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                        // f16, nearest
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);          // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);    // bf16
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767;
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
         }
     }
 };
@@ -191,12 +191,12 @@ struct adamw_float32_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);   // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                        // bf16
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);          // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16
             const F p = load(p_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -214,9 +214,9 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };
@@ -246,14 +246,14 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                            // bf16, nearest
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                     // bf16
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);       // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);               // bf16
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                 // bf16, nearest
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -261,7 +261,7 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
@@ -272,10 +272,10 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };
@@ -305,14 +305,14 @@ struct adamw_float16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                                // f16, nearest
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                     // bf16
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);       // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);               // bf16
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);                              // f16, nearest
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -320,7 +320,7 @@ struct adamw_float16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
@@ -330,9 +330,9 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };

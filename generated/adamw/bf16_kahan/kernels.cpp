@@ -59,10 +59,10 @@ struct adamw_float32 {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16, stochastic
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                        // bf16, stochastic
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16, stochastic
             const F p = load(p_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -70,15 +70,15 @@ struct adamw_float32 {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_3);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
         }
     }
 };
@@ -124,26 +124,25 @@ struct adamw_bfloat16 {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const I weight_compensation_stored = load(weight_compensation_at + i);
-            // bf16 and its rounding error (Kahan)
-            const F p = widen_bfloat16(p_stored) + widen_bfloat16(weight_compensation_stored);
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                            // bf16, stochastic
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);                      // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U16 weight_compensation_stored = raw(weight_compensation_at + i);
+            const F p = widened(p_stored) + widened(weight_compensation_stored);  // bf16 and its rounding error (Kahan)
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             const I p_weight = min(p_x_bits, I(2143289344)) + p_carry >> 16;
-            const F p_lost = p_3 - widen_bfloat16(p_weight);
+            const F p_lost = p_3 - widened(p_weight);
             const F p_lost_2 = where(abs(p_lost) <= 3.4028234663852886e+38f, p_lost, F(0.0f));
             const I p_x_bits_2 = bits(p_lost_2);
             const I p_carry_2 = (p_x_bits_2 >> 16 & 1) + 32767;
@@ -152,10 +151,10 @@ struct adamw_bfloat16 {
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store(p_at + i, p_weight);
-            store(weight_compensation_at + i, where(p_lost_2 == p_lost_2, p_x_bits_2 + p_carry_2, I(2143289344)) >> 16);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(weight_compensation_at + i, where(p_lost_2 == p_lost_2, p_x_bits_2 + p_carry_2, I(2143289344)));
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
         }
     }
 };
@@ -201,12 +200,12 @@ struct adamw_float16 {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const I weight_compensation_stored = load(weight_compensation_at + i);
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);          // bf16, stochastic
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);    // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U16 weight_compensation_stored = raw(weight_compensation_at + i);
             // f16 and its rounding error (Kahan)
             const F p = widen_half(p_stored) + widen_half(weight_compensation_stored);
             const F g_cast = g_stored;
@@ -214,7 +213,7 @@ struct adamw_float16 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_weight = narrow_half(p_3);
@@ -227,8 +226,8 @@ struct adamw_float16 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_weight);
             store(weight_compensation_at + i, narrow_half(p_lost_2));
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
         }
     }
 };
@@ -274,12 +273,12 @@ struct adamw_float32_amsgrad {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16, stochastic
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);   // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16, stochastic
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                        // bf16, stochastic
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);          // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16, stochastic
             const F p = load(p_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -298,9 +297,9 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };
@@ -347,16 +346,15 @@ struct adamw_bfloat16_amsgrad {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16, stochastic
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const I weight_compensation_stored = load(weight_compensation_at + i);
-            // bf16 and its rounding error (Kahan)
-            const F p = widen_bfloat16(p_stored) + widen_bfloat16(weight_compensation_stored);
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                            // bf16, stochastic
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);              // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);                      // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U16 weight_compensation_stored = raw(weight_compensation_at + i);
+            const F p = widened(p_stored) + widened(weight_compensation_stored);  // bf16 and its rounding error (Kahan)
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -364,13 +362,13 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             const I p_weight = min(p_x_bits, I(2143289344)) + p_carry >> 16;
-            const F p_lost = p_3 - widen_bfloat16(p_weight);
+            const F p_lost = p_3 - widened(p_weight);
             const F p_lost_2 = where(abs(p_lost) <= 3.4028234663852886e+38f, p_lost, F(0.0f));
             const I p_x_bits_2 = bits(p_lost_2);
             const I p_carry_2 = (p_x_bits_2 >> 16 & 1) + 32767;
@@ -381,11 +379,11 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, p_weight);
-            store(weight_compensation_at + i, where(p_lost_2 == p_lost_2, p_x_bits_2 + p_carry_2, I(2143289344)) >> 16);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(weight_compensation_at + i, where(p_lost_2 == p_lost_2, p_x_bits_2 + p_carry_2, I(2143289344)));
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };
@@ -432,14 +430,14 @@ struct adamw_float16_amsgrad {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16, stochastic
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const I weight_compensation_stored = load(weight_compensation_at + i);
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                     // bf16, stochastic
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);       // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);               // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U16 weight_compensation_stored = raw(weight_compensation_at + i);
             // f16 and its rounding error (Kahan)
             const F p = widen_half(p_stored) + widen_half(weight_compensation_stored);
             const F g_cast = g_stored;
@@ -449,7 +447,7 @@ struct adamw_float16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_weight = narrow_half(p_3);
@@ -464,9 +462,9 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_weight);
             store(weight_compensation_at + i, narrow_half(p_lost_2));
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };

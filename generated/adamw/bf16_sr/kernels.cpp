@@ -59,10 +59,10 @@ struct adamw_float32 {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16, stochastic
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                        // bf16, stochastic
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16, stochastic
             const F p = load(p_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -70,15 +70,15 @@ struct adamw_float32 {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_3);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
         }
     }
 };
@@ -136,30 +136,30 @@ struct adamw_bfloat16 {
             const I word_xor_3 = spread(word_xor_3_kept, i);
             const I word_2 = spread(word_2_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                    // bf16, stochastic
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);            // bf16, stochastic
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);      // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                        // bf16, stochastic
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;    // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I word_and = lane(i);
             const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-            const I noise_2 = word_xor_2 ^ rotl(word, word_add);     // 32 random bits: hash(element, tensor, step)
+            const I noise_2 = word_xor_2 ^ rotl(word, word_add);  // 32 random bits: hash(element, tensor, step)
             const I exp_avg_x_bits = bits(exp_avg_2);
-            const I noise = word_xor_3 ^ rotl(word_2, word_add);     // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor_3 ^ rotl(word_2, word_add);  // 32 random bits: hash(element, tensor, step)
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store(p_at + i, min(p_x_bits, I(2143289344)) + lshr(noise_2, 16) >> 16);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + lshr(noise_2, 16));
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
         }
     }
 };
@@ -217,18 +217,18 @@ struct adamw_float16 {
             const I word_xor_3 = spread(word_xor_3_kept, i);
             const I word_2 = spread(word_2_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                        // f16, stochastic
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);            // bf16, stochastic
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);      // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);                     // f16, stochastic
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;    // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I g_bitcast = bits(p_3);
@@ -238,18 +238,18 @@ struct adamw_float16 {
             const F p_steps = 16777216.0f * g_bitcast_2;
             const I word_and = lane(i);
             const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-            const I noise_2 = word_xor_2 ^ rotl(word, word_add);     // 32 random bits: hash(element, tensor, step)
+            const I noise_2 = word_xor_2 ^ rotl(word, word_add);  // 32 random bits: hash(element, tensor, step)
             const I word_lshr = lshr(noise_2, 19);
             const F p_whole = floor(p_steps);
             const I p_subnormal = to_int(p_steps) + to_int(floor(fma(0.0001220703125f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
             const I p_normal = min(p_rebiased + (word_lshr >> 0 << 0), I(260046848)) >> 13;
             const I exp_avg_x_bits = bits(exp_avg_2);
-            const I noise = word_xor_3 ^ rotl(word_2, word_add);     // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor_3 ^ rotl(word_2, word_add);  // 32 random bits: hash(element, tensor, step)
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, where(p_3 == p_3, p_sign | where(g_bitcast_2 < 6.103515625e-05f, p_subnormal, p_normal), I(32256)));
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
         }
     }
 };
@@ -295,12 +295,12 @@ struct adamw_float32_amsgrad {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16, stochastic
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);   // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16, stochastic
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                        // bf16, stochastic
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);          // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16, stochastic
             const F p = load(p_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -319,9 +319,9 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };
@@ -380,14 +380,14 @@ struct adamw_bfloat16_amsgrad {
             const I word_xor_3 = spread(word_xor_3_kept, i);
             const I word_2 = spread(word_2_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16, stochastic
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                            // bf16, stochastic
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                     // bf16, stochastic
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);       // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);               // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                 // bf16, stochastic
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -395,22 +395,22 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I word_and = lane(i);
             const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-            const I noise_2 = word_xor_2 ^ rotl(word, word_add);             // 32 random bits: hash(element, tensor, step)
+            const I noise_2 = word_xor_2 ^ rotl(word, word_add);           // 32 random bits: hash(element, tensor, step)
             const I exp_avg_x_bits = bits(exp_avg_2);
-            const I noise = word_xor_3 ^ rotl(word_2, word_add);             // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor_3 ^ rotl(word_2, word_add);           // 32 random bits: hash(element, tensor, step)
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + lshr(noise_2, 16) >> 16);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + lshr(noise_2, 16));
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };
@@ -469,14 +469,14 @@ struct adamw_float16_amsgrad {
             const I word_xor_3 = spread(word_xor_3_kept, i);
             const I word_2 = spread(word_2_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16, stochastic
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                                // f16, stochastic
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                     // bf16, stochastic
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);       // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);               // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);                              // f16, stochastic
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -484,7 +484,7 @@ struct adamw_float16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I g_bitcast = bits(p_3);
@@ -494,21 +494,21 @@ struct adamw_float16_amsgrad {
             const F p_steps = 16777216.0f * g_bitcast_2;
             const I word_and = lane(i);
             const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-            const I noise_2 = word_xor_2 ^ rotl(word, word_add);             // 32 random bits: hash(element, tensor, step)
+            const I noise_2 = word_xor_2 ^ rotl(word, word_add);           // 32 random bits: hash(element, tensor, step)
             const I word_lshr = lshr(noise_2, 19);
             const F p_whole = floor(p_steps);
             const I p_subnormal = to_int(p_steps) + to_int(floor(fma(0.0001220703125f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
             const I p_normal = min(p_rebiased + (word_lshr >> 0 << 0), I(260046848)) >> 13;
             const I exp_avg_x_bits = bits(exp_avg_2);
-            const I noise = word_xor_3 ^ rotl(word_2, word_add);             // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor_3 ^ rotl(word_2, word_add);           // 32 random bits: hash(element, tensor, step)
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, where(p_3 == p_3, p_sign | where(g_bitcast_2 < 6.103515625e-05f, p_subnormal, p_normal), I(32256)));
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };

@@ -54,9 +54,9 @@ struct adamw_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const U16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const F exp_avg_scale_2 = widen_half(exp_avg_scale);
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const U16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale_2;
@@ -73,20 +73,20 @@ struct adamw_float32 {
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
                 const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_4 * g, g, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(exp_avg_sq_value, scalar_6, scalar_7)), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
                 take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -105,7 +105,7 @@ struct adamw_float32 {
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
             const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
+            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
             store(g_mul_2_kept + b, g_mul_2);
@@ -121,7 +121,7 @@ struct adamw_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg * reciprocal(1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
                 store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
             }
         }
@@ -164,9 +164,9 @@ struct adamw_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const U16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const F exp_avg_scale_2 = widen_half(exp_avg_scale);
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const U16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale_2;
@@ -183,14 +183,14 @@ struct adamw_bfloat16 {
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const I weight_low_code = load(weight_low_at + i);
-                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
-                const I p_stored = load(p_at + i);
-                const F p_weight = widen_bfloat16(p_stored);
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p_code = counter(weight_low_code) - 8388736.0f;
+                const U16 p_stored = raw(p_at + i);
+                const F p_weight = widened(p_stored);
                 const I p_biased = max(bits(p_weight) >> 23 & 255, I(1));
                 const I p_add = p_biased + -135;
                 const I part = p_add >> 1;
@@ -209,7 +209,7 @@ struct adamw_bfloat16 {
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
                 const I p_kept = min(p_x_bits, I(2143289344)) + p_carry >> 16;
-                const F p_weight_2 = widen_bfloat16(p_kept);
+                const F p_weight_2 = widened(p_kept);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
                 const I p_biased_2 = max(bits(p_weight_2) >> 23 & 255, I(1));
@@ -222,7 +222,7 @@ struct adamw_bfloat16 {
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-                store(p_at + i, p_kept);
+                store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -237,7 +237,7 @@ struct adamw_bfloat16 {
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
             const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
+            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
             store(g_mul_2_kept + b, g_mul_2);
@@ -253,7 +253,7 @@ struct adamw_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg * reciprocal(1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
                 store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
             }
         }
@@ -296,9 +296,9 @@ struct adamw_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const U16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const F exp_avg_scale_2 = widen_half(exp_avg_scale);
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const U16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale_2;
@@ -315,13 +315,13 @@ struct adamw_float16 {
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const I weight_low_code = load(weight_low_at + i);
-                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
-                const I p_stored = load(p_at + i);
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p_code = counter(weight_low_code) - 8388736.0f;
+                const U16 p_stored = raw(p_at + i);
                 const F p_weight = widen_half(p_stored);
                 const I p_biased = max(bits(p_weight) >> 23 & 255, I(113));
                 const I p_add = p_biased + -138;
@@ -367,7 +367,7 @@ struct adamw_float16 {
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
             const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
+            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
             store(g_mul_2_kept + b, g_mul_2);
@@ -383,7 +383,7 @@ struct adamw_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg * reciprocal(1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
                 store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
             }
         }
@@ -432,12 +432,12 @@ struct adamw_float32_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const U16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const F exp_avg_scale_2 = widen_half(exp_avg_scale);
-            const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
+            const U16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
             const F max_exp_avg_sq_scale_2 = widen_half(max_exp_avg_sq_scale);
             const F max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale_2;
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const U16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale_2;
@@ -457,18 +457,18 @@ struct adamw_float32_amsgrad {
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const F max_exp_avg_sq_code_2 = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
                 const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_5 * g, g, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
@@ -477,7 +477,7 @@ struct adamw_float32_amsgrad {
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_value, scalar_7, scalar_8)), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
@@ -501,9 +501,9 @@ struct adamw_float32_amsgrad {
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
             const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
+            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
             const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F max_exp_avg_sq_scale_mul_3 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
+            const F max_exp_avg_sq_scale_mul_3 = 255.0f / max_exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
             store(g_mul_2_kept + b, g_mul_2);
@@ -574,12 +574,12 @@ struct adamw_bfloat16_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const U16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const F exp_avg_scale_2 = widen_half(exp_avg_scale);
-            const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
+            const U16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
             const F max_exp_avg_sq_scale_2 = widen_half(max_exp_avg_sq_scale);
             const F max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale_2;
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const U16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale_2;
@@ -599,19 +599,19 @@ struct adamw_bfloat16_amsgrad {
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const F max_exp_avg_sq_code_2 = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const I weight_low_code = load(weight_low_at + i);
-                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
-                const I p_stored = load(p_at + i);
-                const F p_weight = widen_bfloat16(p_stored);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p_code = counter(weight_low_code) - 8388736.0f;
+                const U16 p_stored = raw(p_at + i);
+                const F p_weight = widened(p_stored);
                 const I p_biased = max(bits(p_weight) >> 23 & 255, I(1));
                 const I p_add = p_biased + -135;
                 const I part = p_add >> 1;
@@ -632,7 +632,7 @@ struct adamw_bfloat16_amsgrad {
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
                 const I p_kept = min(p_x_bits, I(2143289344)) + p_carry >> 16;
-                const F p_weight_2 = widen_bfloat16(p_kept);
+                const F p_weight_2 = widened(p_kept);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
                 const I p_biased_2 = max(bits(p_weight_2) >> 23 & 255, I(1));
@@ -648,7 +648,7 @@ struct adamw_bfloat16_amsgrad {
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
-                store(p_at + i, p_kept);
+                store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -665,9 +665,9 @@ struct adamw_bfloat16_amsgrad {
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
             const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
+            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
             const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F max_exp_avg_sq_scale_mul_3 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
+            const F max_exp_avg_sq_scale_mul_3 = 255.0f / max_exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
             store(g_mul_2_kept + b, g_mul_2);
@@ -738,12 +738,12 @@ struct adamw_float16_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
+            const U16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const F exp_avg_scale_2 = widen_half(exp_avg_scale);
-            const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
+            const U16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
             const F max_exp_avg_sq_scale_2 = widen_half(max_exp_avg_sq_scale);
             const F max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale_2;
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
+            const U16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
             const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale_2;
@@ -763,18 +763,18 @@ struct adamw_float16_amsgrad {
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
-                const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_code | 1258291200) - 8388608.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const F max_exp_avg_sq_code_2 = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_code | 1258291200) - 8388608.0f;
-                const I weight_low_code = load(weight_low_at + i);
-                const F p_code = as_float(weight_low_code | 1258291200) - 8388736.0f;
-                const I p_stored = load(p_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p_code = counter(weight_low_code) - 8388736.0f;
+                const U16 p_stored = raw(p_at + i);
                 const F p_weight = widen_half(p_stored);
                 const I p_biased = max(bits(p_weight) >> 23 & 255, I(113));
                 const I p_add = p_biased + -138;
@@ -827,9 +827,9 @@ struct adamw_float16_amsgrad {
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
             const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F g_mul_2 = 255.0f * (1.0f / exp_avg_sq_scale_3);
+            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
             const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
-            const F max_exp_avg_sq_scale_mul_3 = 255.0f * (1.0f / max_exp_avg_sq_scale_3);
+            const F max_exp_avg_sq_scale_mul_3 = 255.0f / max_exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
             store(g_mul_2_kept + b, g_mul_2);

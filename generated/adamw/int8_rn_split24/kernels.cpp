@@ -54,12 +54,12 @@ struct adamw_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
+            const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
             const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
@@ -84,20 +84,20 @@ struct adamw_float32 {
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(exp_avg_sq_value, scalar_4, scalar_5)), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
                 const F g_abs = abs(exp_avg);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
@@ -119,7 +119,7 @@ struct adamw_float32 {
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
+            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -133,7 +133,7 @@ struct adamw_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, reciprocal(fma(0.003937007859349251f, abs(exp_avg), g_mul)), 12583040.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
                 store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
             }
         }
@@ -173,7 +173,7 @@ struct adamw_float32_small {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
@@ -219,12 +219,12 @@ struct adamw_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
+            const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
             const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
@@ -249,34 +249,31 @@ struct adamw_bfloat16 {
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, nearest
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                const F p_2 = one_minus_lr_times_weight_decay * p;     // 30  p = decoupled(p, rate, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
                 const I p_word = min(bits(p_3), I(2143289344)) + 32896;
-                const I p_low_2 = p_word >> 8;
                 const F g_abs = abs(exp_avg);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
                 take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
@@ -292,7 +289,7 @@ struct adamw_bfloat16 {
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
+            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -306,7 +303,7 @@ struct adamw_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, reciprocal(fma(0.003937007859349251f, abs(exp_avg), g_mul)), 12583040.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
                 store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
             }
         }
@@ -342,23 +339,20 @@ struct adamw_bfloat16_small {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, nearest
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;     // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_word = min(bits(p_3), I(2143289344)) + 32896;
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -401,12 +395,12 @@ struct adamw_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
+            const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
             const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
@@ -431,14 +425,14 @@ struct adamw_float16 {
             I exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -449,7 +443,7 @@ struct adamw_float16 {
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
@@ -489,7 +483,7 @@ struct adamw_float16 {
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
+            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -503,7 +497,7 @@ struct adamw_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, reciprocal(fma(0.003937007859349251f, abs(exp_avg), g_mul)), 12583040.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
                 store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
             }
         }
@@ -539,10 +533,10 @@ struct adamw_float16_small {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -621,20 +615,20 @@ struct adamw_float32_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
-            const I max_exp_avg_sq_scale_and = max_exp_avg_sq_scale & 65535;
+            const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
+            const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 65535;
             const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
             const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
+            const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
             const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
@@ -666,18 +660,18 @@ struct adamw_float32_amsgrad {
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(max_exp_avg_sq_code | 1258291200), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_3 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -685,7 +679,7 @@ struct adamw_float32_amsgrad {
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
                 const F g_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
@@ -712,10 +706,10 @@ struct adamw_float32_amsgrad {
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
+            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
             const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(max_exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
-            const F max_exp_avg_sq_mul = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
+            const F max_exp_avg_sq_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
             store(max_exp_avg_sq_mul_kept + b, max_exp_avg_sq_mul);
@@ -733,7 +727,7 @@ struct adamw_float32_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, reciprocal(fma(0.003937007859349251f, abs(exp_avg), g_mul)), 12583040.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
                 store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
                 store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
@@ -778,7 +772,7 @@ struct adamw_float32_amsgrad_small {
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
@@ -834,20 +828,20 @@ struct adamw_bfloat16_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
-            const I max_exp_avg_sq_scale_and = max_exp_avg_sq_scale & 65535;
+            const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
+            const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 65535;
             const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
             const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
+            const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
             const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
@@ -879,33 +873,30 @@ struct adamw_bfloat16_amsgrad {
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(max_exp_avg_sq_code | 1258291200), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, nearest
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
                 const I p_word = min(bits(p_3), I(2143289344)) + 32896;
-                const I p_low_2 = p_word >> 8;
                 const F g_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 take_larger(exp_avg_top, bits(g_abs), i, end);
@@ -914,8 +905,8 @@ struct adamw_bfloat16_amsgrad {
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
@@ -933,10 +924,10 @@ struct adamw_bfloat16_amsgrad {
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
+            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
             const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(max_exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
-            const F max_exp_avg_sq_mul = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
+            const F max_exp_avg_sq_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
             store(max_exp_avg_sq_mul_kept + b, max_exp_avg_sq_mul);
@@ -954,7 +945,7 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, reciprocal(fma(0.003937007859349251f, abs(exp_avg), g_mul)), 12583040.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
                 store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
                 store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
@@ -993,25 +984,22 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg = load(exp_avg_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));          // bf16 and 8 more bits, nearest
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_word = min(bits(p_3), I(2143289344)) + 32896;
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -1064,20 +1052,20 @@ struct adamw_float16_amsgrad {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
-            const I max_exp_avg_sq_scale_and = max_exp_avg_sq_scale & 65535;
+            const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
+            const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 65535;
             const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
             const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
-            const I exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = exp_avg_sq_scale & 65535;
+            const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
             const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
@@ -1109,18 +1097,18 @@ struct adamw_float16_amsgrad {
             I max_exp_avg_sq_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I max_exp_avg_sq_code = load(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(max_exp_avg_sq_code | 1258291200), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1131,7 +1119,7 @@ struct adamw_float16_amsgrad {
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(as_float(exp_avg_sq_code | 1258291200), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1178,10 +1166,10 @@ struct adamw_float16_amsgrad {
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
-            const F g_mul_2 = 255.0f * (1.0f / as_float(exp_avg_sq_divisor));
+            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
             const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(max_exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
             const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
-            const F max_exp_avg_sq_mul = 255.0f * (1.0f / as_float(max_exp_avg_sq_divisor));
+            const F max_exp_avg_sq_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
             store(max_exp_avg_sq_mul_kept + b, max_exp_avg_sq_mul);
@@ -1199,7 +1187,7 @@ struct adamw_float16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, reciprocal(fma(0.003937007859349251f, abs(exp_avg), g_mul)), 12583040.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
                 store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
                 store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
@@ -1238,10 +1226,10 @@ struct adamw_float16_amsgrad_small {
             const F exp_avg = load(exp_avg_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -59,10 +59,10 @@ struct adamw_float32 {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16, stochastic
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                        // bf16, stochastic
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16, stochastic
             const F p = load(p_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -70,15 +70,15 @@ struct adamw_float32 {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4)), p_2);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_3);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
         }
     }
 };
@@ -124,21 +124,21 @@ struct adamw_bfloat16 {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + p_low);                    // bf16 and 16 more bits
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);          // bf16, stochastic
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);    // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = bits(widened(p_stored));
+            const I16 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
+            const F p = as_float(p_high + p_low);               // bf16 and 16 more bits
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_word = min(bits(p_3), I(2143289344)) + 32768;
@@ -148,10 +148,10 @@ struct adamw_bfloat16 {
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store(p_at + i, p_word >> 16);
+            store_half<2>(p_at + i, p_word);
             store(weight_low_at + i, p_low_2);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
         }
     }
 };
@@ -197,14 +197,14 @@ struct adamw_float16 {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);        // bf16, stochastic
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);  // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);          // bf16, stochastic
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);    // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const I16 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_wide = ((p_high & 32767) << 16) + p_low;
             const I p_subnormal = bits(9.094947017729282e-13f * to_float(p_wide));
             const I p_normal = (p_wide >> 3) + 939524096;
@@ -216,7 +216,7 @@ struct adamw_float16 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;       // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I g_bitcast = bits(p_3);
@@ -239,8 +239,8 @@ struct adamw_float16 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_sign | p_word >> 16);
             store(weight_low_at + i, p_kept);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
         }
     }
 };
@@ -286,12 +286,12 @@ struct adamw_float32_amsgrad {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                 // bf16, stochastic
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);   // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);           // bf16, stochastic
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                        // bf16, stochastic
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);          // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16, stochastic
             const F p = load(p_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -310,9 +310,9 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };
@@ -359,17 +359,17 @@ struct adamw_bfloat16_amsgrad {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16, stochastic
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + p_low);                            // bf16 and 16 more bits
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                     // bf16, stochastic
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);       // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);               // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = bits(widened(p_stored));
+            const I16 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
+            const F p = as_float(p_high + p_low);                          // bf16 and 16 more bits
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -377,7 +377,7 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_word = min(bits(p_3), I(2143289344)) + 32768;
@@ -389,11 +389,11 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, p_word >> 16);
+            store_half<2>(p_at + i, p_word);
             store(weight_low_at + i, p_low_2);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };
@@ -440,16 +440,16 @@ struct adamw_float16_amsgrad {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I exp_avg_stored = load(exp_avg_at + i);
-            const F exp_avg = widen_bfloat16(exp_avg_stored);                // bf16, stochastic
-            const I max_exp_avg_sq_stored = load(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widen_bfloat16(max_exp_avg_sq_stored);  // bf16
-            const I exp_avg_sq_stored = load(exp_avg_sq_at + i);
-            const F exp_avg_sq = widen_bfloat16(exp_avg_sq_stored);          // bf16, stochastic
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 exp_avg_stored = raw(exp_avg_at + i);
+            const F exp_avg = widened(exp_avg_stored);                     // bf16, stochastic
+            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
+            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);       // bf16
+            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
+            const F exp_avg_sq = widened(exp_avg_sq_stored);               // bf16, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const I16 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_wide = ((p_high & 32767) << 16) + p_low;
             const I p_subnormal = bits(9.094947017729282e-13f * to_float(p_wide));
             const I p_normal = (p_wide >> 3) + 939524096;
@@ -463,7 +463,7 @@ struct adamw_float16_amsgrad {
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I g_bitcast = bits(p_3);
@@ -488,9 +488,9 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_sign | p_word >> 16);
             store(weight_low_at + i, p_kept);
-            store(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16) >> 16);
-            store(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535) >> 16);
-            store(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)) >> 16);
+            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
 };

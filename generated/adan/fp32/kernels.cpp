@@ -69,7 +69,7 @@ struct adan_float32 {
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-(fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p);
+            const F p_2 = fma(-(fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -124,15 +124,15 @@ struct adan_bfloat16 {
             const F prev_grad = load(prev_grad_at + i);
             const F exp_avg_diff = load(exp_avg_diff_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                         // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                // bf16, nearest
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g - prev_grad, F(0.0f));
             const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p);
+            const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -140,7 +140,7 @@ struct adan_bfloat16 {
             const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_diff_at + i, exp_avg_diff_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -189,7 +189,7 @@ struct adan_float16 {
             const F prev_grad = load(prev_grad_at + i);
             const F exp_avg_diff = load(exp_avg_diff_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                             // f16, nearest
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g - prev_grad, F(0.0f));
@@ -197,7 +197,7 @@ struct adan_float16 {
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p);
+            const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);

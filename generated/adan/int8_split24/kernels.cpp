@@ -106,20 +106,20 @@ struct adan_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I prev_grad_scale = load(prev_grad_scale_at + b);
-            const I prev_grad_scale_bits = prev_grad_scale << 15;
+            const I16 prev_grad_scale = raw(prev_grad_scale_at + b);
+            const I prev_grad_scale_bits = to_int(prev_grad_scale) << 15;
             const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
             const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
-            const I exp_avg_diff_scale = load(exp_avg_diff_scale_at + b);
-            const I exp_avg_diff_scale_bits = exp_avg_diff_scale << 15;
+            const I16 exp_avg_diff_scale = raw(exp_avg_diff_scale_at + b);
+            const I exp_avg_diff_scale_bits = to_int(exp_avg_diff_scale) << 15;
             const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 2147483647;
             const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 2139095040, I(2139095039), exp_avg_diff_scale_bits_2));
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = exp_avg_sq_range;
+            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
+            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
@@ -152,28 +152,28 @@ struct adan_float32 {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const I prev_grad_code = load(prev_grad_at + i);
-                const F prev_grad_code_2 = as_float(prev_grad_code | 1258291200) - 8388736.0f;
+                const U8 prev_grad_code = raw(prev_grad_at + i);
+                const F prev_grad_code_2 = counter(prev_grad_code) - 8388736.0f;
                 const F prev_grad_bend = abs(prev_grad_code_2);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I exp_avg_diff_code = load(exp_avg_diff_at + i);
-                const F exp_avg_diff_code_2 = as_float(exp_avg_diff_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_diff_code = raw(exp_avg_diff_at + i);
+                const F exp_avg_diff_code_2 = counter(exp_avg_diff_code) - 8388736.0f;
                 const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
                 // 25  change = where(t > 1, g - prev_grad, 0.0)
                 const F change = where(0.0f < where_lt_one_t_one_zero, fma(prev_grad_scale_neg, prev_grad_code_2 / (254.0f - prev_grad_bend), g_2), F(0.0f));
                 // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-                const F exp_avg_diff = fma(one_minus_beta2, change, exp_avg_diff_scale_mul * (exp_avg_diff_code_2 * reciprocal_of_normal(254.0f - exp_avg_diff_bend)));
+                const F exp_avg_diff = fma(one_minus_beta2, change, exp_avg_diff_scale_mul * (exp_avg_diff_code_2 / (254.0f - exp_avg_diff_bend)));
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F ahead = fma(beta2, change, g_2);                      // 28  ahead = g + beta2 * change
                 // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
@@ -232,7 +232,7 @@ struct adan_float32 {
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -270,14 +270,13 @@ struct adan_float32 {
                 const I noise = load(noise_kept + i);
                 const F g_2 = load(g_2_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
-                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, reciprocal(fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul)), 3200.0f));
+                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul), 3200.0f));
                 const I exp_avg_sq_offset = lshr(noise_2, 8) + prev_grad_scale_add;
                 const I exp_avg_sq_position = max(min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
-                store(prev_grad_at + i, bits(fma(g_2, reciprocal(fma(0.003937007859349251f, abs(g_2), g_mul_2)), 12583040.0f)));
+                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(prev_grad_at + i, bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), g_mul_2), 12583040.0f)));
             }
         }
     }
@@ -329,7 +328,7 @@ struct adan_float32_small {
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-(fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p);
+            const F p_2 = fma(-(fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -428,20 +427,20 @@ struct adan_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I prev_grad_scale = load(prev_grad_scale_at + b);
-            const I prev_grad_scale_bits = prev_grad_scale << 15;
+            const I16 prev_grad_scale = raw(prev_grad_scale_at + b);
+            const I prev_grad_scale_bits = to_int(prev_grad_scale) << 15;
             const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
             const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
-            const I exp_avg_diff_scale = load(exp_avg_diff_scale_at + b);
-            const I exp_avg_diff_scale_bits = exp_avg_diff_scale << 15;
+            const I16 exp_avg_diff_scale = raw(exp_avg_diff_scale_at + b);
+            const I exp_avg_diff_scale_bits = to_int(exp_avg_diff_scale) << 15;
             const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 2147483647;
             const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 2139095040, I(2139095039), exp_avg_diff_scale_bits_2));
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = exp_avg_sq_range;
+            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
+            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
@@ -474,47 +473,44 @@ struct adan_bfloat16 {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const I prev_grad_code = load(prev_grad_at + i);
-                const F prev_grad_code_2 = as_float(prev_grad_code | 1258291200) - 8388736.0f;
+                const U8 prev_grad_code = raw(prev_grad_at + i);
+                const F prev_grad_code_2 = counter(prev_grad_code) - 8388736.0f;
                 const F prev_grad_bend = abs(prev_grad_code_2);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const F g = grad_scale * g_cast;
-                const I exp_avg_diff_code = load(exp_avg_diff_at + i);
-                const F exp_avg_diff_code_2 = as_float(exp_avg_diff_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_diff_code = raw(exp_avg_diff_at + i);
+                const F exp_avg_diff_code_2 = counter(exp_avg_diff_code) - 8388736.0f;
                 const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 25  change = where(t > 1, g - prev_grad, 0.0)
                 const F change = where(0.0f < where_lt_one_t_one_zero, fma(prev_grad_scale_neg, prev_grad_code_2 / (254.0f - prev_grad_bend), g), F(0.0f));
                 // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
                 const F exp_avg_diff = fma(one_minus_beta2, change, exp_avg_diff_scale_mul * (exp_avg_diff_code_2 / (254.0f - exp_avg_diff_bend)));
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
+                const F ahead = fma(beta2, change, g);                             // 28  ahead = g + beta2 * change
                 // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
                 const F prev_grad_scale_sqrt = sqrt(exp_avg_sq_2);
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
                 const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
-                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
+                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;       // 34  p = proximal(p, lr, weight_decay)
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise_2 = word_xor_2 ^ rotl(word, word_add);          // 32 random bits: hash(element, tensor, step)
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);               // 32 random bits: hash(element, tensor, step)
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise_2 & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const F g_abs = abs(exp_avg);
-                const I noise = word_xor_3 ^ rotl(word_2, word_add);          // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);               // 32 random bits: hash(element, tensor, step)
                 const F prev_grad_scale_abs = abs(exp_avg_diff);
                 const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
                 const F g_abs_2 = abs(g);
@@ -529,8 +525,8 @@ struct adan_bfloat16 {
                 store(prev_grad_scale_sqrt_kept + i, prev_grad_scale_sqrt);
                 store(noise_kept + i, noise);
                 store(g_kept + i, g);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_diff_top_kept[b] = exp_avg_diff_top;
@@ -562,7 +558,7 @@ struct adan_bfloat16 {
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -600,14 +596,13 @@ struct adan_bfloat16 {
                 const I noise = load(noise_kept + i);
                 const F g = load(g_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
-                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, reciprocal(fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul)), 3200.0f));
+                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul), 3200.0f));
                 const I exp_avg_sq_offset = lshr(noise_2, 8) + prev_grad_scale_add;
                 const I exp_avg_sq_position = max(min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
-                store(prev_grad_at + i, bits(fma(g, reciprocal(fma(0.003937007859349251f, abs(g), g_mul_2)), 12583040.0f)));
+                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(prev_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), g_mul_2), 12583040.0f)));
             }
         }
     }
@@ -670,19 +665,17 @@ struct adan_bfloat16_small {
             const F prev_grad = load(prev_grad_at + i);
             const F exp_avg_diff = load(exp_avg_diff_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g - prev_grad, F(0.0f));
-            const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
+            const F ahead = fma(beta2, change, g);                             // 28  ahead = g + beta2 * change
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
             const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
-            const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
+            const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;       // 34  p = proximal(p, lr, weight_decay)
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
@@ -691,9 +684,8 @@ struct adan_bfloat16_small {
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_3), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_diff_at + i, exp_avg_diff_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -786,20 +778,20 @@ struct adan_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I prev_grad_scale = load(prev_grad_scale_at + b);
-            const I prev_grad_scale_bits = prev_grad_scale << 15;
+            const I16 prev_grad_scale = raw(prev_grad_scale_at + b);
+            const I prev_grad_scale_bits = to_int(prev_grad_scale) << 15;
             const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
             const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
-            const I exp_avg_diff_scale = load(exp_avg_diff_scale_at + b);
-            const I exp_avg_diff_scale_bits = exp_avg_diff_scale << 15;
+            const I16 exp_avg_diff_scale = raw(exp_avg_diff_scale_at + b);
+            const I exp_avg_diff_scale_bits = to_int(exp_avg_diff_scale) << 15;
             const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 2147483647;
             const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 2139095040, I(2139095039), exp_avg_diff_scale_bits_2));
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = exp_avg_sq_range;
+            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
+            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
@@ -832,26 +824,26 @@ struct adan_float16 {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const I prev_grad_code = load(prev_grad_at + i);
-                const F prev_grad_code_2 = as_float(prev_grad_code | 1258291200) - 8388736.0f;
+                const U8 prev_grad_code = raw(prev_grad_at + i);
+                const F prev_grad_code_2 = counter(prev_grad_code) - 8388736.0f;
                 const F prev_grad_bend = abs(prev_grad_code_2);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const F g = grad_scale * g_cast;
-                const I exp_avg_diff_code = load(exp_avg_diff_at + i);
-                const F exp_avg_diff_code_2 = as_float(exp_avg_diff_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_diff_code = raw(exp_avg_diff_at + i);
+                const F exp_avg_diff_code_2 = counter(exp_avg_diff_code) - 8388736.0f;
                 const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -937,7 +929,7 @@ struct adan_float16 {
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -975,14 +967,13 @@ struct adan_float16 {
                 const I noise = load(noise_kept + i);
                 const F g = load(g_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
-                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, reciprocal(fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul)), 3200.0f));
+                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul), 3200.0f));
                 const I exp_avg_sq_offset = lshr(noise_2, 8) + prev_grad_scale_add;
                 const I exp_avg_sq_position = max(min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
-                store(prev_grad_at + i, bits(fma(g, reciprocal(fma(0.003937007859349251f, abs(g), g_mul_2)), 12583040.0f)));
+                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(prev_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), g_mul_2), 12583040.0f)));
             }
         }
     }
@@ -1045,10 +1036,10 @@ struct adan_float16_small {
             const F prev_grad = load(prev_grad_at + i);
             const F exp_avg_diff = load(exp_avg_diff_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

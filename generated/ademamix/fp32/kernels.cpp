@@ -61,7 +61,7 @@ struct ademamix_float32 {
             const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g, scalar_5 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p_2);
+            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
             // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
             const F exp_avg_slow_2 = fma(scalar_3, g, beta3_now * exp_avg_slow);
             store(p_at + i, p_3);
@@ -105,8 +105,8 @@ struct ademamix_bfloat16 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
             // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -114,12 +114,12 @@ struct ademamix_bfloat16 {
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p_2);
+            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
             // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
             const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -160,7 +160,7 @@ struct ademamix_float16 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -169,7 +169,7 @@ struct ademamix_float16 {
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9)), p_2);
+            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
             // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
             const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             store(p_at + i, narrow_half(p_3));

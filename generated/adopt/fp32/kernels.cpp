@@ -53,7 +53,7 @@ struct adopt_float32 {
             const F exp_avg = load(exp_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                            // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-            const F scaled = min(max(g_3 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
+            const F scaled = min(max(g_3 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
@@ -94,15 +94,15 @@ struct adopt_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                               // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                      // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                              // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-            const F scaled = min(max(g_2 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
+            const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
@@ -111,7 +111,7 @@ struct adopt_bfloat16 {
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -145,7 +145,7 @@ struct adopt_float16 {
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
@@ -153,7 +153,7 @@ struct adopt_float16 {
             const F exp_avg = load(exp_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                              // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-            const F scaled = min(max(g_2 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
+            const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
             // 31  p = p - lr * exp_avg
             const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
@@ -200,7 +200,7 @@ struct adopt_float32_decoupled_weight_decay {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-            const F scaled = min(max(g_2 * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
+            const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
@@ -241,15 +241,15 @@ struct adopt_bfloat16_decoupled_weight_decay {
 
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                               // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                      // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g = grad_scale * g_cast;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-            const F scaled = min(max(g * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
+            const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
@@ -258,7 +258,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
             const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -292,7 +292,7 @@ struct adopt_float16_decoupled_weight_decay {
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
@@ -300,7 +300,7 @@ struct adopt_float16_decoupled_weight_decay {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-            const F scaled = min(max(g * reciprocal(max(sqrt(exp_avg_sq), eps)), minus_t_minus_one_pow_0p25), bound);
+            const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
             // 31  p = p - lr * exp_avg
             const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled

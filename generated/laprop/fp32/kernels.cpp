@@ -49,7 +49,7 @@ struct laprop_float32 {
             const F exp_avg = load(exp_avg_at + i);
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
-            const F g_mul = g * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
+            const F g_mul = g / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
             const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;              // 24  p = decoupled(p, lr, weight_decay)
@@ -86,22 +86,22 @@ struct laprop_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/laprop.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                       // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                              // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F g_cast = g_stored;
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F g_mul = g_cast * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
+            const F g_mul = g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
             const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;        // 24  p = decoupled(p, lr, weight_decay)
             const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -132,7 +132,7 @@ struct laprop_float16 {
 
         // -- elements: decode, update  (specs/laprop.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                           // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
@@ -140,7 +140,7 @@ struct laprop_float16 {
             const F g_cast = g_stored;
             // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F g_mul = g_cast * reciprocal(sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
+            const F g_mul = g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg
             const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
             const F p_3 = one_minus_lr_times_weight_decay * p_2;        // 24  p = decoupled(p, lr, weight_decay)

@@ -76,8 +76,8 @@ struct lion_bfloat16 {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
             // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
             const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg));
@@ -87,7 +87,7 @@ struct lion_bfloat16 {
             const F exp_avg_2 = fma(one_minus_beta2_times_grad_scale, g_cast, beta2 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
         }
     }
@@ -116,7 +116,7 @@ struct lion_float16 {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)

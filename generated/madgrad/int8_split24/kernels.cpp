@@ -69,12 +69,12 @@ struct madgrad_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
+            const I16 s_scale = raw(s_scale_at + b);
+            const I scale_bits = to_int(s_scale) << 15;
             const I scale_bits_2 = scale_bits & 2147483647;
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = grad_sum_sq_range;
+            const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
+            const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
@@ -96,15 +96,15 @@ struct madgrad_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I s_code = load(s_at + i);
-                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
+                const U8 s_code = raw(s_at + i);
+                const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
-                const F s_value = scale * (s_code_2 * reciprocal_of_normal(254.0f - s_bend));
+                const F s_value = scale * (s_code_2 / (254.0f - s_bend));
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + to_int(grad_sum_sq_code) * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
@@ -112,15 +112,15 @@ struct madgrad_float32 {
                 const F s = s_value + p_mul;                                  // 28  s = s + weight * g
                 const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
                 const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal_of_normal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
+                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
                 const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
                 // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
                 const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
@@ -152,7 +152,7 @@ struct madgrad_float32 {
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
@@ -182,9 +182,8 @@ struct madgrad_float32 {
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
                 const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
-                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
+                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise & 4095) >> 12);
             }
         }
@@ -225,11 +224,11 @@ struct madgrad_float32_small {
             const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
             const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, reciprocal(where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
+            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             store(p_at + i, z);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
@@ -288,12 +287,12 @@ struct madgrad_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
+            const I16 s_scale = raw(s_scale_at + b);
+            const I scale_bits = to_int(s_scale) << 15;
             const I scale_bits_2 = scale_bits & 2147483647;
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = grad_sum_sq_range;
+            const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
+            const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
@@ -315,40 +314,37 @@ struct madgrad_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I s_code = load(s_at + i);
-                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
+                const U8 s_code = raw(s_at + i);
+                const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
-                const F s_value = scale * (s_code_2 * reciprocal_of_normal(254.0f - s_bend));
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
+                const F s_value = scale * (s_code_2 / (254.0f - s_bend));
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + to_int(grad_sum_sq_code) * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                             // 24  g = l2(g, p, weight_decay)
                 const F p_mul = weight * g_2;
-                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
-                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F s = s_value + p_mul;                                       // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);              // 27  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
                 const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal_of_normal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
+                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
                 const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
                 // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
                 const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(z), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
@@ -357,8 +353,8 @@ struct madgrad_bfloat16 {
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -378,7 +374,7 @@ struct madgrad_bfloat16 {
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
@@ -408,9 +404,8 @@ struct madgrad_bfloat16 {
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
                 const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
-                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
+                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -455,18 +450,16 @@ struct madgrad_bfloat16_small {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F s = load(s_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                             // 24  g = l2(g, p, weight_decay)
             const F p_mul = weight * g_2;
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                                           // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);              // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
             const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
             const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
@@ -474,16 +467,15 @@ struct madgrad_bfloat16_small {
             const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
             const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, reciprocal(where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
+            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(z), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
         }
@@ -541,12 +533,12 @@ struct madgrad_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
+            const I16 s_scale = raw(s_scale_at + b);
+            const I scale_bits = to_int(s_scale) << 15;
             const I scale_bits_2 = scale_bits & 2147483647;
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = grad_sum_sq_range;
+            const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
+            const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
@@ -568,14 +560,14 @@ struct madgrad_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I s_code = load(s_at + i);
-                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
+                const U8 s_code = raw(s_at + i);
+                const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F s_value = scale * (s_code_2 / (254.0f - s_bend));
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -585,8 +577,8 @@ struct madgrad_float16 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + to_int(grad_sum_sq_code) * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
@@ -594,10 +586,10 @@ struct madgrad_float16 {
                 const F s = s_value + p_mul;                                  // 28  s = s + weight * g
                 const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
                 const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, reciprocal_of_normal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
+                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
                 const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
                 // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
                 const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
@@ -648,7 +640,7 @@ struct madgrad_float16 {
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
@@ -678,9 +670,8 @@ struct madgrad_float16 {
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
                 const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
-                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
+                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -725,10 +716,10 @@ struct madgrad_float16_small {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F s = load(s_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -829,12 +820,12 @@ struct madgrad_float32_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
+            const I16 s_scale = raw(s_scale_at + b);
+            const I scale_bits = to_int(s_scale) << 15;
             const I scale_bits_2 = scale_bits & 2147483647;
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = grad_sum_sq_range;
+            const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
+            const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
@@ -856,27 +847,26 @@ struct madgrad_float32_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I s_code = load(s_at + i);
-                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
+                const U8 s_code = raw(s_at + i);
+                const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + to_int(grad_sum_sq_code) * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F x0 = load(x0_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
                 const F p_mul = weight * g_3;
-                // 28  s = s + weight * g
-                const F s = fma(scale, s_code_2 * reciprocal_of_normal(254.0f - s_bend), p_mul);
+                const F s = fma(scale, s_code_2 / (254.0f - s_bend), p_mul);  // 28  s = s + weight * g
                 const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
                 const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
                 // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
                 const F p_2 = fma(one_minus_momentum, z - p, p);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
@@ -911,7 +901,7 @@ struct madgrad_float32_has_momentum {
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
@@ -941,9 +931,8 @@ struct madgrad_float32_has_momentum {
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
                 const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
-                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
+                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise & 4095) >> 12);
             }
         }
@@ -986,7 +975,7 @@ struct madgrad_float32_has_momentum_small {
             const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
             const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, reciprocal(where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal(p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
             const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
             store(p_at + i, p_2);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
@@ -1049,12 +1038,12 @@ struct madgrad_bfloat16_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
+            const I16 s_scale = raw(s_scale_at + b);
+            const I scale_bits = to_int(s_scale) << 15;
             const I scale_bits_2 = scale_bits & 2147483647;
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = grad_sum_sq_range;
+            const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
+            const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
@@ -1076,28 +1065,25 @@ struct madgrad_bfloat16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I s_code = load(s_at + i);
-                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
+                const U8 s_code = raw(s_at + i);
+                const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + to_int(grad_sum_sq_code) * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F x0 = load(x0_at + i);
-                const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                             // 24  g = l2(g, p, weight_decay)
                 const F p_mul = weight * g_2;
-                // 28  s = s + weight * g
-                const F s = fma(scale, s_code_2 * reciprocal_of_normal(254.0f - s_bend), p_mul);
-                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F s = fma(scale, s_code_2 / (254.0f - s_bend), p_mul);       // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);              // 27  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, reciprocal_of_normal(p_bitcast * p_bitcast), p_bitcast), p_bitcast);
+                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
                 const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
                 const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
@@ -1107,7 +1093,6 @@ struct madgrad_bfloat16_has_momentum {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
@@ -1116,8 +1101,8 @@ struct madgrad_bfloat16_has_momentum {
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
                 store(x0_at + i, x0);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -1138,7 +1123,7 @@ struct madgrad_bfloat16_has_momentum {
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
@@ -1168,9 +1153,8 @@ struct madgrad_bfloat16_has_momentum {
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
                 const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
-                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
+                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -1217,32 +1201,30 @@ struct madgrad_bfloat16_has_momentum_small {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F s = load(s_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F x0 = load(x0_at + i);
-            const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                             // 24  g = l2(g, p, weight_decay)
             const F p_mul = weight * g_2;
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F s_2 = s + p_mul;                                           // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);              // 27  grad_sum_sq = grad_sum_sq + weight * g * g
             const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
             const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
             const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
             const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
-            const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+            // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
+            const F p_2 = fma(one_minus_momentum, z - p, p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
             store(x0_at + i, x0);
@@ -1303,12 +1285,12 @@ struct madgrad_float16_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I s_scale = load(s_scale_at + b);
-            const I scale_bits = s_scale << 15;
+            const I16 s_scale = raw(s_scale_at + b);
+            const I scale_bits = to_int(s_scale) << 15;
             const I scale_bits_2 = scale_bits & 2147483647;
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const I grad_sum_sq_range = load(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = grad_sum_sq_range;
+            const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
+            const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
@@ -1330,13 +1312,13 @@ struct madgrad_float16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I s_code = load(s_at + i);
-                const F s_code_2 = as_float(s_code | 1258291200) - 8388736.0f;
+                const U8 s_code = raw(s_at + i);
+                const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1346,8 +1328,8 @@ struct madgrad_float16_has_momentum {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I grad_sum_sq_code = load(grad_sum_sq_at + i);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_code * grad_sum_sq_step);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + to_int(grad_sum_sq_code) * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F x0 = load(x0_at + i);
@@ -1408,7 +1390,7 @@ struct madgrad_float16_has_momentum {
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(grad_sum_sq_units))), I(255));
+            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
@@ -1438,9 +1420,8 @@ struct madgrad_float16_has_momentum {
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
                 const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I grad_sum_sq_code_2 = lshr(grad_sum_sq_position, 24);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
-                store(grad_sum_sq_at + i, grad_sum_sq_code_2);
+                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -1487,10 +1468,10 @@ struct madgrad_float16_has_momentum_small {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F s = load(s_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -55,7 +55,7 @@ struct nadam_float32 {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_3, fma(scalar_3, g_3, scalar_2 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F p_2 = fma(-fma(grad_lr, g_3, fma(scalar_3, g_3, scalar_2 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
             const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
@@ -91,8 +91,8 @@ struct nadam_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                            // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                   // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
@@ -101,11 +101,11 @@ struct nadam_bfloat16 {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -139,7 +139,7 @@ struct nadam_float16 {
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                                // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
@@ -149,7 +149,7 @@ struct nadam_float16 {
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p);
+            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
@@ -192,7 +192,7 @@ struct nadam_float32_decoupled_weight_decay {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_5, g, fma(scalar_4, g, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            const F p_3 = fma(-fma(scalar_5, g, fma(scalar_4, g, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
@@ -231,19 +231,19 @@ struct nadam_bfloat16_decoupled_weight_decay {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -279,14 +279,14 @@ struct nadam_float16_decoupled_weight_decay {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), reciprocal(fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7)), p_2);
+            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             store(p_at + i, narrow_half(p_3));

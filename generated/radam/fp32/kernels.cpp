@@ -57,7 +57,7 @@ struct radam_float32 {
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_3, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p);
+            const F p_2 = fma(-fma(scalar_5, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p);
             const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
@@ -93,8 +93,8 @@ struct radam_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                            // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                   // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F exp_avg = load(exp_avg_at + i);
@@ -105,11 +105,11 @@ struct radam_bfloat16 {
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_3, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p);
+            const F p_2 = fma(-fma(scalar_5, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p);
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -143,7 +143,7 @@ struct radam_float16 {
 
         // -- elements: decode, update  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                                // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
@@ -155,7 +155,7 @@ struct radam_float16 {
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_3, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p);
+            const F p_2 = fma(-fma(scalar_5, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p);
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
@@ -200,7 +200,7 @@ struct radam_float32_decoupled_weight_decay {
             const F denom = where(0.0f < scalar_4, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 22  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p_2);
+            const F p_3 = fma(-fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p_2);
             // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
@@ -239,8 +239,8 @@ struct radam_bfloat16_decoupled_weight_decay {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -248,12 +248,12 @@ struct radam_bfloat16_decoupled_weight_decay {
             const F denom = where(0.0f < scalar_4, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p_2);
+            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p_2);
             // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -289,7 +289,7 @@ struct radam_float16_decoupled_weight_decay {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -298,7 +298,7 @@ struct radam_float16_decoupled_weight_decay {
             const F denom = where(0.0f < scalar_4, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(denom), p_2);
+            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p_2);
             // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             store(p_at + i, narrow_half(p_3));

@@ -42,11 +42,11 @@ struct rmsprop_float32 {
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F square_avg = load(square_avg_at + i);
-            const F g_3 = fma(weight_decay, p, g_2);                      // 27  g = l2(g, p, weight_decay)
+            const F g_3 = fma(weight_decay, p, g_2);            // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
-            const F update = g_3 * reciprocal(sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                       // 38  p = p - lr * update
+            const F update = g_3 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
         }
@@ -74,19 +74,19 @@ struct rmsprop_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                         // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                        // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            const F update = g_2 * reciprocal(sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                       // 38  p = p - lr * update
+            const F update = g_2 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(square_avg_at + i, square_avg_2);
         }
     }
@@ -113,16 +113,16 @@ struct rmsprop_float16 {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_half(p_stored);                             // f16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                        // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            const F update = g_2 * reciprocal(sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                       // 38  p = p - lr * update
+            const F update = g_2 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
             store(square_avg_at + i, square_avg_2);
         }
@@ -161,7 +161,7 @@ struct rmsprop_float32_has_momentum {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_3, reciprocal(sqrt(square_avg_2) + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(g_3, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
@@ -193,8 +193,8 @@ struct rmsprop_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
@@ -203,11 +203,11 @@ struct rmsprop_bfloat16_has_momentum {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, reciprocal(sqrt(square_avg_2) + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -237,7 +237,7 @@ struct rmsprop_float16_has_momentum {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
@@ -247,7 +247,7 @@ struct rmsprop_float16_has_momentum {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, reciprocal(sqrt(square_avg_2) + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
             store(square_avg_at + i, square_avg_2);
@@ -290,7 +290,7 @@ struct rmsprop_float32_centered {
             const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
-            const F update = g_3 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
+            const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
@@ -321,8 +321,8 @@ struct rmsprop_bfloat16_centered {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                        // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                               // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
@@ -334,11 +334,11 @@ struct rmsprop_bfloat16_centered {
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
-            const F update = g_2 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
+            const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
         }
@@ -367,7 +367,7 @@ struct rmsprop_float16_centered {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                            // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
@@ -380,7 +380,7 @@ struct rmsprop_float16_centered {
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
-            const F update = g_2 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
+            const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
             store(square_avg_at + i, square_avg_2);
@@ -427,7 +427,7 @@ struct rmsprop_float32_centered_has_momentum {
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_3, reciprocal(sqrt(variance) + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(g_3, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
@@ -461,8 +461,8 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                        // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                               // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
@@ -476,11 +476,11 @@ struct rmsprop_bfloat16_centered_has_momentum {
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, reciprocal(sqrt(variance) + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -512,7 +512,7 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                            // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
@@ -527,7 +527,7 @@ struct rmsprop_float16_centered_has_momentum {
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, reciprocal(sqrt(variance) + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
             store(square_avg_at + i, square_avg_2);

@@ -63,8 +63,8 @@ struct rmsprop_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
@@ -86,15 +86,15 @@ struct rmsprop_float32 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
                 const F p_sqrt = sqrt(square_avg_2);
-                const F update = g_3 * reciprocal(p_sqrt + eps);           // 34  update = g / (sqrt(variance) + eps)
+                const F update = g_3 / (p_sqrt + eps);                     // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
                 const I square_avg_pattern = bits(p_sqrt);
                 const I word_and = lane(i);
@@ -122,7 +122,7 @@ struct rmsprop_float32 {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -144,8 +144,7 @@ struct rmsprop_float32 {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
             }
         }
     }
@@ -176,11 +175,11 @@ struct rmsprop_float32_small {
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F square_avg = load(square_avg_at + i);
-            const F g_3 = fma(weight_decay, p, g_2);                      // 27  g = l2(g, p, weight_decay)
+            const F g_3 = fma(weight_decay, p, g_2);            // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
-            const F update = g_3 * reciprocal(sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                       // 38  p = p - lr * update
+            const F update = g_3 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
         }
@@ -234,8 +233,8 @@ struct rmsprop_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
@@ -254,35 +253,32 @@ struct rmsprop_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
                 const F p_sqrt = sqrt(square_avg_2);
-                const F update = g_2 / (p_sqrt + eps);                     // 34  update = g / (sqrt(variance) + eps)
-                const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
+                const F update = g_2 / (p_sqrt + eps);                             // 34  update = g / (sqrt(variance) + eps)
+                const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const I square_avg_pattern = bits(p_sqrt);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -300,7 +296,7 @@ struct rmsprop_bfloat16 {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -322,8 +318,7 @@ struct rmsprop_bfloat16 {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
             }
         }
     }
@@ -367,26 +362,23 @@ struct rmsprop_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                 // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            const F update = g_2 / (sqrt(square_avg_2) + eps);     // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                // 38  p = p - lr * update
+            const F update = g_2 / (sqrt(square_avg_2) + eps);                 // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
         }
     }
@@ -439,8 +431,8 @@ struct rmsprop_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
@@ -459,10 +451,10 @@ struct rmsprop_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -472,8 +464,8 @@ struct rmsprop_float16 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
@@ -522,7 +514,7 @@ struct rmsprop_float16 {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -544,8 +536,7 @@ struct rmsprop_float16 {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
             }
         }
     }
@@ -589,10 +580,10 @@ struct rmsprop_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -684,14 +675,14 @@ struct rmsprop_float32_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
@@ -715,19 +706,19 @@ struct rmsprop_float32_has_momentum {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
                 const F p_sqrt = sqrt(square_avg_2);
                 // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_3, reciprocal(p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 * reciprocal_of_normal(254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(g_3, 1.0f / (p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);           // 38  p = p - lr * update
                 const I square_avg_pattern = bits(p_sqrt);
                 const I word_and = lane(i);
@@ -760,7 +751,7 @@ struct rmsprop_float32_has_momentum {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -790,9 +781,8 @@ struct rmsprop_float32_has_momentum {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise & 4095) >> 12);
             }
         }
@@ -831,7 +821,7 @@ struct rmsprop_float32_has_momentum_small {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_3, reciprocal(sqrt(square_avg_2) + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(g_3, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
@@ -894,14 +884,14 @@ struct rmsprop_bfloat16_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
@@ -922,32 +912,29 @@ struct rmsprop_bfloat16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));      // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
                 const F p_sqrt = sqrt(square_avg_2);
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);           // 38  p = p - lr * update
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const I square_avg_pattern = bits(p_sqrt);
                 const F p_abs = abs(momentum_buffer);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
@@ -956,8 +943,8 @@ struct rmsprop_bfloat16_has_momentum {
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -977,7 +964,7 @@ struct rmsprop_bfloat16_has_momentum {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -1007,9 +994,8 @@ struct rmsprop_bfloat16_has_momentum {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -1056,28 +1042,25 @@ struct rmsprop_bfloat16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                 // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);     // 38  p = p - lr * update
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -1138,14 +1121,14 @@ struct rmsprop_float16_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
@@ -1166,10 +1149,10 @@ struct rmsprop_float16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1179,12 +1162,12 @@ struct rmsprop_float16_has_momentum {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
@@ -1238,7 +1221,7 @@ struct rmsprop_float16_has_momentum {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -1268,9 +1251,8 @@ struct rmsprop_float16_has_momentum {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -1317,10 +1299,10 @@ struct rmsprop_float16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1417,12 +1399,12 @@ struct rmsprop_float32_centered {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
             const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
@@ -1447,22 +1429,22 @@ struct rmsprop_float32_centered {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I grad_avg_code = load(grad_avg_at + i);
-                const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
+                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
                 const F p_mul = one_minus_alpha * g_3;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
-                const F update = g_3 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
+                const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I word_and = lane(i);
@@ -1491,7 +1473,7 @@ struct rmsprop_float32_centered {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -1528,7 +1510,7 @@ struct rmsprop_float32_centered {
                 const F grad_avg_scale_abs = abs(grad_avg_value);
                 take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
             }
             grad_avg_top_kept[b] = grad_avg_top;
         }
@@ -1550,7 +1532,7 @@ struct rmsprop_float32_centered {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -1591,7 +1573,7 @@ struct rmsprop_float32_centered_small {
             const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
-            const F update = g_3 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
+            const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
@@ -1656,12 +1638,12 @@ struct rmsprop_bfloat16_centered {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
             const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
@@ -1683,43 +1665,40 @@ struct rmsprop_bfloat16_centered {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I grad_avg_code = load(grad_avg_at + i);
-                const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
+                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
                 const F p_mul = one_minus_alpha * g_2;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
-                const F update = g_2 * reciprocal(sqrt(variance) + eps);     // 34  update = g / (sqrt(variance) + eps)
-                const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
+                const F update = g_2 / (sqrt(variance) + eps);                     // 34  update = g / (sqrt(variance) + eps)
+                const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -1737,7 +1716,7 @@ struct rmsprop_bfloat16_centered {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -1774,7 +1753,7 @@ struct rmsprop_bfloat16_centered {
                 const F grad_avg_scale_abs = abs(grad_avg_value);
                 take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
             }
             grad_avg_top_kept[b] = grad_avg_top;
         }
@@ -1796,7 +1775,7 @@ struct rmsprop_bfloat16_centered {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -1842,31 +1821,29 @@ struct rmsprop_bfloat16_centered_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
             const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
-            const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
+            const F update = g_2 / (sqrt(variance) + eps);                     // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
         }
@@ -1929,12 +1906,12 @@ struct rmsprop_float16_centered {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
             const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
@@ -1956,10 +1933,10 @@ struct rmsprop_float16_centered {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1969,11 +1946,11 @@ struct rmsprop_float16_centered {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I grad_avg_code = load(grad_avg_at + i);
-                const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
+                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
@@ -2027,7 +2004,7 @@ struct rmsprop_float16_centered {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -2064,7 +2041,7 @@ struct rmsprop_float16_centered {
                 const F grad_avg_scale_abs = abs(grad_avg_value);
                 take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
             }
             grad_avg_top_kept[b] = grad_avg_top;
         }
@@ -2086,7 +2063,7 @@ struct rmsprop_float16_centered {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -2132,10 +2109,10 @@ struct rmsprop_float16_centered_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -2254,18 +2231,18 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
             const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
@@ -2294,26 +2271,26 @@ struct rmsprop_float32_centered_has_momentum {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I grad_avg_code = load(grad_avg_at + i);
-                const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
+                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
                 const F p_mul = one_minus_alpha * g_3;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_3, reciprocal(sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 * reciprocal_of_normal(254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(g_3, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I word_and = lane(i);
@@ -2349,7 +2326,7 @@ struct rmsprop_float32_centered_has_momentum {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -2391,12 +2368,12 @@ struct rmsprop_float32_centered_has_momentum {
                 const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
-                const F grad_avg_value = grad_avg * reciprocal_of_normal(square_avg_value_2);
+                const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
                 take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
             grad_avg_top_kept[b] = grad_avg_top;
@@ -2419,7 +2396,7 @@ struct rmsprop_float32_centered_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -2464,7 +2441,7 @@ struct rmsprop_float32_centered_has_momentum_small {
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_3, reciprocal(sqrt(variance) + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(g_3, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
@@ -2549,18 +2526,18 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
             const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
@@ -2586,41 +2563,38 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I grad_avg_code = load(grad_avg_at + i);
-                const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
+                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
                 const F p_mul = one_minus_alpha * g_2;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 * reciprocal_of_normal(254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 * reciprocal_of_normal(254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
+                const F momentum_buffer = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise_2 = word_xor_2 ^ rotl(word, word_add);         // 32 random bits: hash(element, tensor, step)
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);               // 32 random bits: hash(element, tensor, step)
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise_2 & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const I noise = word_xor_3 ^ rotl(word_2, word_add);         // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);               // 32 random bits: hash(element, tensor, step)
                 const F p_abs = abs(momentum_buffer);
                 take_larger(largest_of_block, square_avg_pattern, i, end);
                 take_smaller(smallest_of_block, square_avg_pattern, i, end);
@@ -2630,8 +2604,8 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 store(grad_avg_kept + i, grad_avg);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_2_kept + i, noise_2);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -2651,7 +2625,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -2693,12 +2667,12 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
-                const F grad_avg_value = grad_avg * reciprocal_of_normal(square_avg_value_2);
+                const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
                 take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
             grad_avg_top_kept[b] = grad_avg_top;
@@ -2721,7 +2695,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -2769,33 +2743,31 @@ struct rmsprop_bfloat16_centered_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));        // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
             const F p_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -2878,18 +2850,18 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I grad_avg_scale = load(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = grad_avg_scale << 15;
+            const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
+            const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
             const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
-            const I square_avg_range = load(square_avg_range_at + b);
-            const I square_avg_header = square_avg_range;
+            const I16 square_avg_range = raw(square_avg_range_at + b);
+            const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(square_avg_header & 255, I(4));
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
@@ -2915,10 +2887,10 @@ struct rmsprop_float16_centered_has_momentum {
                 const I word = spread(word_kept, i);
                 const I word_xor_3 = spread(word_xor_3_kept, i);
                 const I word_2 = spread(word_2_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -2928,15 +2900,15 @@ struct rmsprop_float16_centered_has_momentum {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I grad_avg_code = load(grad_avg_at + i);
-                const F grad_avg_code_2 = as_float(grad_avg_code | 1258291200) - 8388736.0f;
+                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const I square_avg_code = load(square_avg_at + i);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_code * square_avg_step);
+                const U8 square_avg_code = raw(square_avg_at + i);
+                const F square_avg_value = as_float(square_avg_middle_2 + to_int(square_avg_code) * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
                 const F p_mul = one_minus_alpha * g_2;
@@ -2997,7 +2969,7 @@ struct rmsprop_float16_centered_has_momentum {
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f * (1.0f / to_float(square_avg_units))), I(255));
+            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -3039,12 +3011,12 @@ struct rmsprop_float16_centered_has_momentum {
                 const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
-                const F grad_avg_value = grad_avg * reciprocal_of_normal(square_avg_value_2);
+                const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
                 take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store(square_avg_at + i, square_avg_code_2);
+                store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
             grad_avg_top_kept[b] = grad_avg_top;
@@ -3067,7 +3039,7 @@ struct rmsprop_float16_centered_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, reciprocal(fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2)), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -3115,10 +3087,10 @@ struct rmsprop_float16_centered_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -90,8 +90,8 @@ struct rprop_bfloat16 {
             const F prev = load(prev_at + i);
             const F g = grad_scale * g_cast;
             const F step_size = load(step_size_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                                  // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                         // bf16, nearest
             const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
             const M g_lt = agreement < 0.0f;
             const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
@@ -104,7 +104,7 @@ struct rprop_bfloat16 {
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(prev_at + i, prev_2);
             store(step_size_at + i, step_size_2);
         }
@@ -138,7 +138,7 @@ struct rprop_float16 {
             const F prev = load(prev_at + i);
             const F g = grad_scale * g_cast;
             const F step_size = load(step_size_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                                      // f16, nearest
             const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
             const M g_lt = agreement < 0.0f;

@@ -71,12 +71,12 @@ struct rprop_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I prev_scale = load(prev_scale_at + b);
-            const I prev_scale_bits = prev_scale << 15;
+            const I16 prev_scale = raw(prev_scale_at + b);
+            const I prev_scale_bits = to_int(prev_scale) << 15;
             const I prev_scale_bits_2 = prev_scale_bits & 2147483647;
             const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 2139095040, I(2139095039), prev_scale_bits_2));
-            const I step_size_range = load(step_size_range_at + b);
-            const I step_size_header = step_size_range;
+            const I16 step_size_range = raw(step_size_range_at + b);
+            const I step_size_header = to_int(step_size_range);
             const I step_size_cells = max(step_size_header & 255, I(4));
             const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) + -1262485504;
             const I step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1);
@@ -100,12 +100,12 @@ struct rprop_float32 {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const I prev_code = load(prev_at + i);
-                const F prev_code_2 = as_float(prev_code | 1258291200) - 8388736.0f;
+                const U8 prev_code = raw(prev_at + i);
+                const F prev_code_2 = counter(prev_code) - 8388736.0f;
                 const F prev_bend = abs(prev_code_2);
                 const F g_2 = grad_scale * g;
-                const I step_size_code = load(step_size_at + i);
-                const F step_size_value = as_float(step_size_middle_2 + step_size_code * step_size_step);
+                const U8 step_size_code = raw(step_size_at + i);
+                const F step_size_value = as_float(step_size_middle_2 + to_int(step_size_code) * step_size_step);
                 const F p = load(p_at + i);
                 // 22  agreement = g * prev
                 const F agreement = prev_scale_mul * (g * prev_code_2 / (254.0f - prev_bend));
@@ -153,7 +153,7 @@ struct rprop_float32 {
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
             const I prev_scale_sub = 1601175552 - step_size_base;
-            const I step_size_cells_2 = min(to_int(256.5f * (1.0f / to_float(step_size_units))), I(255));
+            const I step_size_cells_2 = min(to_int(256.5f / to_float(step_size_units)), I(255));
             const I step_size_scale = step_size_cells_2 << 2;
             const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
@@ -179,9 +179,8 @@ struct rprop_float32 {
                 const F prev = load(prev_kept + i);
                 const I step_size_offset = lshr(noise, 8) + prev_scale_add;
                 const I step_size_position = max(min(step_size_pattern - step_size_base, prev_scale_sub), I(0)) * step_size_scale + step_size_offset;
-                const I step_size_code_2 = lshr(step_size_position, 24);
-                store(prev_at + i, bits(fma(prev, reciprocal(fma(0.003937007859349251f, abs(prev), prev_scale_mul_2)), 12583040.0f)));
-                store(step_size_at + i, step_size_code_2);
+                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_scale_mul_2), 12583040.0f)));
+                store_byte<3>(step_size_at + i, step_size_position);
             }
         }
     }
@@ -284,12 +283,12 @@ struct rprop_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I prev_scale = load(prev_scale_at + b);
-            const I prev_scale_bits = prev_scale << 15;
+            const I16 prev_scale = raw(prev_scale_at + b);
+            const I prev_scale_bits = to_int(prev_scale) << 15;
             const I prev_scale_bits_2 = prev_scale_bits & 2147483647;
             const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 2139095040, I(2139095039), prev_scale_bits_2));
-            const I step_size_range = load(step_size_range_at + b);
-            const I step_size_header = step_size_range;
+            const I16 step_size_range = raw(step_size_range_at + b);
+            const I step_size_header = to_int(step_size_range);
             const I step_size_cells = max(step_size_header & 255, I(4));
             const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) + -1262485504;
             const I step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1);
@@ -314,17 +313,15 @@ struct rprop_bfloat16 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const I prev_code = load(prev_at + i);
-                const F prev_code_2 = as_float(prev_code | 1258291200) - 8388736.0f;
+                const U8 prev_code = raw(prev_at + i);
+                const F prev_code_2 = counter(prev_code) - 8388736.0f;
                 const F prev_bend = abs(prev_code_2);
                 const F g = grad_scale * g_cast;
-                const I step_size_code = load(step_size_at + i);
-                const F step_size_value = as_float(step_size_middle_2 + step_size_code * step_size_step);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));                // bf16 and 8 more bits, stochastic
+                const U8 step_size_code = raw(step_size_at + i);
+                const F step_size_value = as_float(step_size_middle_2 + to_int(step_size_code) * step_size_step);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);    // bf16 and 8 more bits, stochastic
                 // 22  agreement = g * prev
                 const F agreement = prev_scale_mul * (g_cast * prev_code_2 / (254.0f - prev_bend));
                 const M prev_scale_lt = agreement < 0.0f;
@@ -340,7 +337,6 @@ struct rprop_bfloat16 {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const F prev_scale_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
                 take_larger(prev_top, bits(prev_scale_abs), i, end);
@@ -349,8 +345,8 @@ struct rprop_bfloat16 {
                 store(noise_kept + i, noise);
                 store(step_size_pattern_kept + i, step_size_pattern);
                 store(prev_kept + i, prev);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             prev_top_kept[b] = prev_top;
             largest_of_block_2_kept[b] = largest_of_block_2;
@@ -374,7 +370,7 @@ struct rprop_bfloat16 {
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
             const I prev_scale_sub = 1601175552 - step_size_base;
-            const I step_size_cells_2 = min(to_int(256.5f * (1.0f / to_float(step_size_units))), I(255));
+            const I step_size_cells_2 = min(to_int(256.5f / to_float(step_size_units)), I(255));
             const I step_size_scale = step_size_cells_2 << 2;
             const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
@@ -400,9 +396,8 @@ struct rprop_bfloat16 {
                 const F prev = load(prev_kept + i);
                 const I step_size_offset = lshr(noise, 8) + prev_scale_add;
                 const I step_size_position = max(min(step_size_pattern - step_size_base, prev_scale_sub), I(0)) * step_size_scale + step_size_offset;
-                const I step_size_code_2 = lshr(step_size_position, 24);
-                store(prev_at + i, bits(fma(prev, reciprocal(fma(0.003937007859349251f, abs(prev), prev_scale_mul_2)), 12583040.0f)));
-                store(step_size_at + i, step_size_code_2);
+                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_scale_mul_2), 12583040.0f)));
+                store_byte<3>(step_size_at + i, step_size_position);
             }
         }
     }
@@ -452,11 +447,9 @@ struct rprop_bfloat16_small {
             const F prev = load(prev_at + i);
             const F g = grad_scale * g_cast;
             const F step_size = load(step_size_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));                  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);      // bf16 and 8 more bits, stochastic
             const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
             const M g_lt = agreement < 0.0f;
             const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
@@ -471,9 +464,8 @@ struct rprop_bfloat16_small {
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(prev_at + i, prev_2);
             store(step_size_at + i, step_size_2);
         }
@@ -533,12 +525,12 @@ struct rprop_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I prev_scale = load(prev_scale_at + b);
-            const I prev_scale_bits = prev_scale << 15;
+            const I16 prev_scale = raw(prev_scale_at + b);
+            const I prev_scale_bits = to_int(prev_scale) << 15;
             const I prev_scale_bits_2 = prev_scale_bits & 2147483647;
             const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 2139095040, I(2139095039), prev_scale_bits_2));
-            const I step_size_range = load(step_size_range_at + b);
-            const I step_size_header = step_size_range;
+            const I16 step_size_range = raw(step_size_range_at + b);
+            const I step_size_header = to_int(step_size_range);
             const I step_size_cells = max(step_size_header & 255, I(4));
             const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) + -1262485504;
             const I step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1);
@@ -563,16 +555,16 @@ struct rprop_float16 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const I prev_code = load(prev_at + i);
-                const F prev_code_2 = as_float(prev_code | 1258291200) - 8388736.0f;
+                const U8 prev_code = raw(prev_at + i);
+                const F prev_code_2 = counter(prev_code) - 8388736.0f;
                 const F prev_bend = abs(prev_code_2);
                 const F g = grad_scale * g_cast;
-                const I step_size_code = load(step_size_at + i);
-                const F step_size_value = as_float(step_size_middle_2 + step_size_code * step_size_step);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U8 step_size_code = raw(step_size_at + i);
+                const F step_size_value = as_float(step_size_middle_2 + to_int(step_size_code) * step_size_step);
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -640,7 +632,7 @@ struct rprop_float16 {
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
             const I prev_scale_sub = 1601175552 - step_size_base;
-            const I step_size_cells_2 = min(to_int(256.5f * (1.0f / to_float(step_size_units))), I(255));
+            const I step_size_cells_2 = min(to_int(256.5f / to_float(step_size_units)), I(255));
             const I step_size_scale = step_size_cells_2 << 2;
             const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
@@ -666,9 +658,8 @@ struct rprop_float16 {
                 const F prev = load(prev_kept + i);
                 const I step_size_offset = lshr(noise, 8) + prev_scale_add;
                 const I step_size_position = max(min(step_size_pattern - step_size_base, prev_scale_sub), I(0)) * step_size_scale + step_size_offset;
-                const I step_size_code_2 = lshr(step_size_position, 24);
-                store(prev_at + i, bits(fma(prev, reciprocal(fma(0.003937007859349251f, abs(prev), prev_scale_mul_2)), 12583040.0f)));
-                store(step_size_at + i, step_size_code_2);
+                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_scale_mul_2), 12583040.0f)));
+                store_byte<3>(step_size_at + i, step_size_position);
             }
         }
     }
@@ -718,10 +709,10 @@ struct rprop_float16_small {
             const F prev = load(prev_at + i);
             const F g = grad_scale * g_cast;
             const F step_size = load(step_size_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

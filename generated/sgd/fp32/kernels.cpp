@@ -56,14 +56,14 @@ struct sgd_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);  // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);  // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             // 25  p = p - lr * update
             const F p_2 = p - fma(lr_times_weight_decay, p, lr_times_grad_scale * g_stored);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
         }
     }
 };
@@ -84,7 +84,7 @@ struct sgd_float16 {
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);  // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             // 25  p = p - lr * update
@@ -145,15 +145,15 @@ struct sgd_bfloat16_has_momentum {
         // -- elements: decode, update, encode  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_momentum_zero, momentum_buffer, fma(scalar_1, p, scalar_0 * g_stored));
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 25  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -179,7 +179,7 @@ struct sgd_float16_has_momentum {
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -251,8 +251,8 @@ struct sgd_bfloat16_nesterov_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);    // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);           // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
@@ -264,7 +264,7 @@ struct sgd_bfloat16_nesterov_has_momentum {
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -292,7 +292,7 @@ struct sgd_float16_nesterov_has_momentum {
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);        // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;

@@ -73,11 +73,9 @@ struct sgd_bfloat16 {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             // 25  p = p - lr * update
             const F p_2 = p - fma(lr_times_weight_decay, p, lr_times_grad_scale * g_stored);
@@ -85,9 +83,8 @@ struct sgd_bfloat16 {
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
         }
     }
 };
@@ -125,10 +122,10 @@ struct sgd_float16 {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -200,8 +197,8 @@ struct sgd_float32_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -216,8 +213,8 @@ struct sgd_float32_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
@@ -253,7 +250,7 @@ struct sgd_float32_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_scale_mul_2)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_scale_mul_2), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -331,8 +328,8 @@ struct sgd_bfloat16_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -347,29 +344,26 @@ struct sgd_bfloat16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(momentum_buffer_scale_mul, momentum_buffer_code_2 / (254.0f - momentum_buffer_bend), fma(scalar_2, p, scalar_1 * g_stored));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);       // 25  p = p - lr * update
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 25  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const F momentum_buffer_scale_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -391,7 +385,7 @@ struct sgd_bfloat16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_scale_mul_2)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_scale_mul_2), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -435,22 +429,19 @@ struct sgd_bfloat16_has_momentum_small {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_momentum_zero, momentum_buffer, fma(scalar_1, p, scalar_0 * g_stored));
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);     // 25  p = p - lr * update
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 25  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -496,8 +487,8 @@ struct sgd_float16_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -512,13 +503,13 @@ struct sgd_float16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -573,7 +564,7 @@ struct sgd_float16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_scale_mul_2)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_scale_mul_2), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -617,10 +608,10 @@ struct sgd_float16_has_momentum_small {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -696,8 +687,8 @@ struct sgd_float32_nesterov_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -715,8 +706,8 @@ struct sgd_float32_nesterov_has_momentum {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_3 = fma(weight_decay, p, g_2);               // 20  g = l2(g, p, weight_decay)
                 // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -753,7 +744,7 @@ struct sgd_float32_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), p_mul)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -840,8 +831,8 @@ struct sgd_bfloat16_nesterov_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -856,33 +847,30 @@ struct sgd_bfloat16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_2 = fma(weight_decay, p, g);                 // 20  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                             // 20  g = l2(g, p, weight_decay)
                 // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
                 const F update = fma(momentum, momentum_buffer, g_2);
-                const F p_2 = fma(minus_lr, update, p);                // 25  p = p - lr * update
+                const F p_2 = fma(minus_lr, update, p);                            // 25  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const F p_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -904,7 +892,7 @@ struct sgd_bfloat16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), p_mul)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -950,27 +938,24 @@ struct sgd_bfloat16_nesterov_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                 // 20  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                             // 20  g = l2(g, p, weight_decay)
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = g_2 + fma(scalar_3, g_2, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, update, p);                // 25  p = p - lr * update
+            const F p_2 = fma(minus_lr, update, p);                            // 25  p = p - lr * update
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -1018,8 +1003,8 @@ struct sgd_float16_nesterov_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -1034,10 +1019,10 @@ struct sgd_float16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1047,8 +1032,8 @@ struct sgd_float16_nesterov_has_momentum {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_2 = fma(weight_decay, p, g);                 // 20  g = l2(g, p, weight_decay)
                 // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -1099,7 +1084,7 @@ struct sgd_float16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), p_mul)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -1145,10 +1130,10 @@ struct sgd_float16_nesterov_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -57,13 +57,13 @@ struct sgdw_bfloat16 {
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                         // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                // bf16, nearest
             const F p_2 = one_minus_lr_times_weight_decay * p;            // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_times_grad_scale, g_stored, p_2);  // 25  p = p - lr * update
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
         }
     }
 };
@@ -85,7 +85,7 @@ struct sgdw_float16 {
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                             // f16, nearest
             const F p_2 = one_minus_lr_times_weight_decay * p;            // 24  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_times_grad_scale, g_stored, p_2);  // 25  p = p - lr * update
@@ -147,8 +147,8 @@ struct sgdw_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);  // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);  // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
@@ -158,7 +158,7 @@ struct sgdw_bfloat16_has_momentum {
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -184,7 +184,7 @@ struct sgdw_float16_has_momentum {
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);  // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
@@ -260,8 +260,8 @@ struct sgdw_bfloat16_nesterov_has_momentum {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
             // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(grad_scale, g_cast, fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
@@ -271,7 +271,7 @@ struct sgdw_bfloat16_nesterov_has_momentum {
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -301,7 +301,7 @@ struct sgdw_float16_nesterov_has_momentum {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer

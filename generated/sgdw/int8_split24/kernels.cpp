@@ -74,20 +74,17 @@ struct sgdw_bfloat16 {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));         // bf16 and 8 more bits, stochastic
-            const F p_2 = one_minus_lr_times_weight_decay * p;            // 24  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_times_grad_scale, g_stored, p_2);  // 25  p = p - lr * update
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 24  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr_times_grad_scale, g_stored, p_2);       // 25  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_3), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
         }
     }
 };
@@ -126,10 +123,10 @@ struct sgdw_float16 {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -200,8 +197,8 @@ struct sgdw_float32_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -217,8 +214,8 @@ struct sgdw_float32_has_momentum {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F p = load(p_at + i);
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -254,7 +251,7 @@ struct sgdw_float32_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), g_mul)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -334,8 +331,8 @@ struct sgdw_bfloat16_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -351,29 +348,26 @@ struct sgdw_bfloat16_has_momentum {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(scalar_1, g_stored, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = one_minus_lr_times_weight_decay * p;     // 24  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr, momentum_buffer, p_2);     // 25  p = p - lr * update
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 24  p = decoupled(p, lr, weight_decay)
+                const F p_3 = fma(minus_lr, momentum_buffer, p_2);                 // 25  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const F g_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -395,7 +389,7 @@ struct sgdw_bfloat16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), g_mul)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -439,11 +433,9 @@ struct sgdw_bfloat16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
@@ -455,9 +447,8 @@ struct sgdw_bfloat16_has_momentum_small {
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -503,8 +494,8 @@ struct sgdw_float16_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -520,13 +511,13 @@ struct sgdw_float16_has_momentum {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -581,7 +572,7 @@ struct sgdw_float16_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), g_mul)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -625,10 +616,10 @@ struct sgdw_float16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -706,8 +697,8 @@ struct sgdw_float32_nesterov_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -724,8 +715,8 @@ struct sgdw_float32_nesterov_has_momentum {
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(scalar_1, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
@@ -760,7 +751,7 @@ struct sgdw_float32_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), g_mul)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -845,8 +836,8 @@ struct sgdw_bfloat16_nesterov_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -861,14 +852,12 @@ struct sgdw_bfloat16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -879,13 +868,12 @@ struct sgdw_bfloat16_nesterov_has_momentum {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const F g_abs = abs(momentum_buffer);
                 take_larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -907,7 +895,7 @@ struct sgdw_bfloat16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), g_mul)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -955,25 +943,22 @@ struct sgdw_bfloat16_nesterov_has_momentum_small {
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(grad_scale, g_cast, fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
-            const F p_2 = one_minus_lr_times_weight_decay * p;     // 24  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);              // 25  p = p - lr * update
+            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 24  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, update, p_2);                          // 25  p = p - lr * update
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_3), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -1020,8 +1005,8 @@ struct sgdw_float16_nesterov_has_momentum {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_scale = load(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = momentum_buffer_scale << 15;
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
@@ -1036,10 +1021,10 @@ struct sgdw_float16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1048,8 +1033,8 @@ struct sgdw_float16_nesterov_has_momentum {
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
-                const I momentum_buffer_code = load(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = as_float(momentum_buffer_code | 1258291200) - 8388736.0f;
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -1099,7 +1084,7 @@ struct sgdw_float16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, reciprocal(fma(0.003937007859349251f, abs(momentum_buffer), g_mul)), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -1147,10 +1132,10 @@ struct sgdw_float16_nesterov_has_momentum_small {
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

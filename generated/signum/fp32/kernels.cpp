@@ -61,13 +61,13 @@ struct signum_bfloat16 {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, sign(g), p_2);          // 23  p = p - lr * sign(update)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
         }
     }
 };
@@ -91,7 +91,7 @@ struct signum_float16 {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, sign(g), p_2);          // 23  p = p - lr * sign(update)
@@ -153,15 +153,15 @@ struct signum_bfloat16_has_momentum {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);                       // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                              // bf16, nearest
             // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_stored, momentum * momentum_buffer);
             const F p_2 = one_minus_lr_times_weight_decay * p;          // 22  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, sign(momentum_buffer_2), p_2);  // 23  p = p - lr * sign(update)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -188,7 +188,7 @@ struct signum_float16_has_momentum {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                           // f16, nearest
             // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_stored, momentum * momentum_buffer);

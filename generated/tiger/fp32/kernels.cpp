@@ -70,15 +70,15 @@ struct tiger_bfloat16 {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const I p_stored = load(p_at + i);
-            const F p = widen_bfloat16(p_stored);               // bf16, nearest
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             // 18  exp_avg = beta * exp_avg + (1 - beta) * g
             const F exp_avg_2 = fma(one_minus_beta_times_grad_scale, g_stored, beta * exp_avg);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 17  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, sign(exp_avg_2), p_2);  // 19  p = p - lr * sign(exp_avg)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, min(p_x_bits, I(2143289344)) + p_carry >> 16);
+            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
         }
     }
@@ -105,7 +105,7 @@ struct tiger_float16 {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const I p_stored = load(p_at + i);
+            const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             // 18  exp_avg = beta * exp_avg + (1 - beta) * g
             const F exp_avg_2 = fma(one_minus_beta_times_grad_scale, g_stored, beta * exp_avg);

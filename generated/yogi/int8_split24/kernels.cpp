@@ -73,12 +73,12 @@ struct yogi_float32 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = exp_avg_sq_range;
+            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
+            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
@@ -102,21 +102,21 @@ struct yogi_float32 {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 const F p = load(p_at + i);
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
                 const F exp_avg_sq = fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator);
                 // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
                 const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 21  p = decoupled(p, lr, weight_decay)
                 // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, reciprocal(fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
                 const F g_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
@@ -152,7 +152,7 @@ struct yogi_float32 {
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I g_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -179,9 +179,8 @@ struct yogi_float32 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
+                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -223,7 +222,7 @@ struct yogi_float32_small {
             const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq_2)) * g), g, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 21  p = decoupled(p, lr, weight_decay)
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), reciprocal(fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8)), p_2);
+            const F p_3 = fma(-fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8), p_2);
             // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             store(p_at + i, p_3);
@@ -288,12 +287,12 @@ struct yogi_bfloat16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = exp_avg_sq_range;
+            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
+            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
@@ -317,31 +316,28 @@ struct yogi_bfloat16 {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
-                const I p_stored = load(p_at + i);
-                const I p_high = bits(widen_bfloat16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
-                const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 * reciprocal_of_normal(254.0f - exp_avg_bend)));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
                 const F exp_avg_sq = fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator);
                 // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
                 const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq)) * g_cast), g_cast, exp_avg_sq);
-                const F p_2 = one_minus_lr_times_weight_decay * p;     // 21  p = decoupled(p, lr, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 21  p = decoupled(p, lr, weight_decay)
                 // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
-                const I p_low_2 = p_word >> 8;
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2 + 0.0f));
                 take_larger(exp_avg_top, bits(g_abs), i, end);
@@ -350,8 +346,8 @@ struct yogi_bfloat16 {
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
-                store(p_at + i, p_word >> 16);
-                store(weight_low_at + i, p_low_2);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_2_kept[b] = largest_of_block_2;
@@ -375,7 +371,7 @@ struct yogi_bfloat16 {
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I g_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -402,9 +398,8 @@ struct yogi_bfloat16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
+                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -456,17 +451,15 @@ struct yogi_bfloat16_small {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = bits(widen_bfloat16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
-            const F p = as_float(p_high + -32768 + (p_low << 8));  // bf16 and 8 more bits, stochastic
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 24  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 25  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
             const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g_cast), g_cast, exp_avg_sq_2)) * g_cast), g_cast, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;     // 21  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 21  p = decoupled(p, lr, weight_decay)
             // 27  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_3), scalar_7, scalar_8), p_2);
             // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -475,9 +468,8 @@ struct yogi_bfloat16_small {
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = min(bits(p_3), I(2143289344)) + (lshr(noise, 24) + 32768);
-            const I p_low_2 = p_word >> 8;
-            store(p_at + i, p_word >> 16);
-            store(weight_low_at + i, p_low_2);
+            store_half<2>(p_at + i, p_word);
+            store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_3);
         }
@@ -539,12 +531,12 @@ struct yogi_float16 {
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_scale = load(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = exp_avg_scale << 15;
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
-            const I exp_avg_sq_range = load(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = exp_avg_sq_range;
+            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
+            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
@@ -568,15 +560,15 @@ struct yogi_float16 {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const I exp_avg_code = load(exp_avg_at + i);
-                const F exp_avg_code_2 = as_float(exp_avg_code | 1258291200) - 8388736.0f;
+                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const I exp_avg_sq_code = load(exp_avg_sq_at + i);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code * exp_avg_sq_step);
-                const I p_stored = load(p_at + i);
-                const I p_high = extend16(extend16(p_stored));
-                const I weight_low_code = load(weight_low_at + i);
-                const I p_low = weight_low_code;
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -643,7 +635,7 @@ struct yogi_float16 {
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I g_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f * (1.0f / to_float(exp_avg_sq_units))), I(255));
+            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -670,9 +662,8 @@ struct yogi_float16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add;
                 const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
+                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -724,10 +715,10 @@ struct yogi_float16_small {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const I p_stored = load(p_at + i);
-            const I p_high = extend16(extend16(p_stored));
-            const I weight_low_code = load(weight_low_at + i);
-            const I p_low = weight_low_code;
+            const U16 p_stored = raw(p_at + i);
+            const I p_high = extend16(extend16(to_int(p_stored)));
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -36,7 +36,7 @@ namespace {
 
 #include OPTGEN_SIMD
 
-inline F widen_bfloat16(I x) { return as_float(x << 16); }
+inline F widened(I x) { return as_float(x << 16); }
 inline I extend16(I x) { return (x << 16) >> 16; }
 // -1, 0 or 1; a zero keeps its sign, NaN stays NaN.
 inline F sign(F x) { return where(F(0.0f) < abs(x), as_float((bits(x) & I(INT32_MIN)) | I(0x3f800000)), x); }
@@ -69,11 +69,11 @@ struct float32 {
 };
 struct bfloat16 {
     typedef uint16_t stored;
-    static F load(const uint16_t *p) { return widen_bfloat16(::load(p)); }
+    static F load(const uint16_t *p) { return widened(raw(p)); }
 };
 struct float16 {
     typedef uint16_t stored;
-    static F load(const uint16_t *p) { return widen_half(::load(p)); }
+    static F load(const uint16_t *p) { return widen_half(raw(p)); }
 };
 
 // -- the walk
@@ -158,10 +158,12 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
     while (first < end) {
         const int64_t left = end - first;
         int now = (int)(left < most ? left : most);
-        // Elements that are not stored in blocks are counted one by one: whole registers need no copy.
-        if (block == 1 && now >= W)
-            now -= now % W;
-        const bool whole = flat && (block == 1 ? now % W == 0 : now == most && (first + now) * block <= t.numel);
+        // Elements that are not stored in blocks are counted one by one: whole registers, and whole eights that share
+        // a hash, need no copy.
+        constexpr int unit = W < 8 ? 8 : W;
+        if (block == 1 && now >= unit)
+            now -= now % unit;
+        const bool whole = flat && (block == 1 ? now % unit == 0 : now == most && (first + now) * block <= t.numel);
         if (whole) {
             char *at[n];
             for (int c = 0; c < n; c++)

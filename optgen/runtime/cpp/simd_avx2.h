@@ -70,17 +70,6 @@ inline I to_int(F a) { return _mm256_cvttps_epi32(a.v); }
 inline I to_int(M a) { return _mm256_srli_epi32(a.v, 31); }
 inline F to_float(I a) { return _mm256_cvtepi32_ps(a.v); }
 
-// 1 / x from the machine's estimate of 12 bits and one Newton step, within 2.7 ulp; 0 from 2^126 on.
-inline F reciprocal_of_normal(F x) {
-    const __m256 r = _mm256_rcp_ps(x.v);
-    return _mm256_fmadd_ps(r, _mm256_fnmadd_ps(x.v, r, _mm256_set1_ps(1.0f)), r);
-}
-// For 0 and Inf the step would make a NaN of a right estimate.
-inline F reciprocal(F x) {
-    const F r = _mm256_rcp_ps(x.v), e = _mm256_fnmadd_ps(x.v, r.v, _mm256_set1_ps(1.0f));
-    return where(e == e, fma(r, e, r), r);
-}
-
 inline F load(const float *p) { return _mm256_loadu_ps(p); }
 inline I load(const int32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 inline I load(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
@@ -89,20 +78,51 @@ inline I load(const uint16_t *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128(
 inline I load(const int16_t *p) { return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)p)); }
 inline void store(float *p, F x) { _mm256_storeu_ps(p, x.v); }
 inline void store(int32_t *p, I x) { _mm256_storeu_si256((__m256i *)p, x.v); }
-// The low 16 bits of each lane.  Packing saturates, so the upper bits go first.
-inline __m128i low16(I x) {
-    const __m256i low = _mm256_and_si256(x.v, _mm256_set1_epi32(0xffff));
-    return _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+// Half K/2 (byte K) of every lane: gathered within 128 bits, then the two gathered ends meet.
+template <int K> inline __m128i halves(I x) {
+    const __m256i low = _mm256_setr_epi64x(0x0d0c090805040100, -1, -1, 0x0d0c090805040100);
+    const __m256i to = _mm256_add_epi8(low, _mm256_setr_epi64x(0x0101010101010101 * K, 0, 0, 0x0101010101010101 * K));
+    const __m256i found = _mm256_shuffle_epi8(x.v, to);
+    return _mm_or_si128(_mm256_castsi256_si128(found), _mm256_extracti128_si256(found, 1));
 }
-inline void store(uint16_t *p, I x) { _mm_storeu_si128((__m128i *)p, low16(x)); }
-inline void store(int16_t *p, I x) { _mm_storeu_si128((__m128i *)p, low16(x)); }
-inline void store(uint8_t *p, I x) {
-    const __m128i low = low16(_mm256_and_si256(x.v, _mm256_set1_epi32(0xff)));
-    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(low, low));
+template <int K> inline void store_half(uint16_t *p, I x) { _mm_storeu_si128((__m128i *)p, halves<K>(x)); }
+template <int K> inline void store_byte(uint8_t *p, I x) {
+    const __m256i low = _mm256_setr_epi32(0x0c080400, -1, -1, -1, -1, 0x0c080400, -1, -1);
+    const __m256i to = _mm256_add_epi8(low, _mm256_setr_epi32(0x01010101 * K, 0, 0, 0, 0, 0x01010101 * K, 0, 0));
+    const __m256i found = _mm256_shuffle_epi8(x.v, to);
+    _mm_storel_epi64((__m128i *)p, _mm_or_si128(_mm256_castsi256_si128(found), _mm256_extracti128_si256(found, 1)));
 }
-inline void store(int8_t *p, I x) { store((uint8_t *)p, x); }
+inline void store(uint8_t *p, I x) { store_byte<0>(p, x); }
+inline void store(int8_t *p, I x) { store_byte<0>((uint8_t *)p, x); }
+inline void store(uint16_t *p, I x) { store_half<0>(p, x); }
+inline void store(int16_t *p, I x) { store_half<0>((uint16_t *)p, x); }
 
-inline F widen_half(I x) { return _mm256_cvtph_ps(low16(x)); }
+// Narrow numbers as they were loaded.
+struct U8 {
+    __m128i v;
+};
+struct U16 {
+    __m128i v;
+};
+struct I16 {
+    __m128i v;
+};
+inline U8 raw(const uint8_t *p) { return {_mm_loadl_epi64((const __m128i *)p)}; }
+inline U16 raw(const uint16_t *p) { return {_mm_loadu_si128((const __m128i *)p)}; }
+inline I16 raw(const int16_t *p) { return {_mm_loadu_si128((const __m128i *)p)}; }
+inline I to_int(U8 x) { return _mm256_cvtepu8_epi32(x.v); }
+inline I to_int(U16 x) { return _mm256_cvtepu16_epi32(x.v); }
+inline I to_int(I16 x) { return _mm256_cvtepi16_epi32(x.v); }
+inline F widened(U16 x) { return as_float(to_int(x) << 16); }
+inline F counter(U8 x) { return as_float(to_int(x) | I(0x4b000000)); }
+// Bytes and halves meet while they are narrow: 0, byte, half.
+inline I joined(U16 high, U8 low) {
+    const __m128i below = _mm_unpacklo_epi8(_mm_setzero_si128(), low.v);
+    return _mm256_set_m128i(_mm_unpackhi_epi16(below, high.v), _mm_unpacklo_epi16(below, high.v));
+}
+
+inline F widen_half(U16 x) { return _mm256_cvtph_ps(x.v); }
+inline F widen_half(I x) { return _mm256_cvtph_ps(halves<0>(x)); }
 inline I narrow_half(F x) { return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)); }
 
 inline I ramp() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }

@@ -67,17 +67,6 @@ inline I to_int(F a) { return _mm512_cvttps_epi32(a.v); }
 inline I to_int(M a) { return _mm512_maskz_set1_epi32(a.v, 1); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a.v); }
 
-// 1 / x from the machine's estimate of 14 bits and one Newton step, within 2.7 ulp.
-inline F reciprocal_of_normal(F x) {
-    const __m512 r = _mm512_rcp14_ps(x.v);
-    return _mm512_fmadd_ps(r, _mm512_fnmadd_ps(x.v, r, _mm512_set1_ps(1.0f)), r);
-}
-// For 0 and Inf the step would make a NaN of a right estimate.
-inline F reciprocal(F x) {
-    const __m512 r = _mm512_rcp14_ps(x.v), e = _mm512_fnmadd_ps(x.v, r, _mm512_set1_ps(1.0f));
-    return _mm512_mask_fmadd_ps(r, _mm512_cmp_ps_mask(e, e, _CMP_ORD_Q), e, r);
-}
-
 inline F load(const float *p) { return _mm512_loadu_ps(p); }
 inline I load(const int32_t *p) { return _mm512_loadu_si512(p); }
 inline I load(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
@@ -86,11 +75,81 @@ inline I load(const uint16_t *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si2
 inline I load(const int16_t *p) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
 inline void store(float *p, F x) { _mm512_storeu_ps(p, x.v); }
 inline void store(int32_t *p, I x) { _mm512_storeu_si512(p, x.v); }
-inline void store(uint8_t *p, I x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x.v)); }
-inline void store(int8_t *p, I x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x.v)); }
-inline void store(uint16_t *p, I x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x.v)); }
-inline void store(int16_t *p, I x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x.v)); }
 
+#ifdef __AVX512VBMI__
+// Byte (or half) K of every lane, in one permutation; the conversions with truncation take two.
+template <int K> inline __m512i bytes_of_lanes() {
+    return _mm512_add_epi8(_mm512_setr_epi64(0x1c1814100c080400, 0x3c3834302c282420, 0, 0, 0, 0, 0, 0), _mm512_set1_epi8(K));
+}
+template <int K> inline void store_byte(uint8_t *p, I x) {
+    _mm_storeu_si128((__m128i *)p, _mm512_castsi512_si128(_mm512_permutexvar_epi8(bytes_of_lanes<K>(), x.v)));
+}
+#else
+template <int K> inline void store_byte(uint8_t *p, I x) {
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(lshr(x, 8 * K).v));
+}
+#endif
+inline __m512i halves_of_lanes(int k) {
+    const __m512i even = _mm512_setr_epi64(
+        0x0006000400020000, 0x000e000c000a0008, 0x0016001400120010, 0x001e001c001a0018, 0, 0, 0, 0);
+    return _mm512_add_epi16(even, _mm512_set1_epi16((short)(k / 2)));
+}
+template <int K> inline void store_half(uint16_t *p, I x) {
+    if (K % 2)
+        x = lshr(x, 8);
+    const __m512i low = _mm512_permutexvar_epi16(halves_of_lanes(K), x.v);
+    _mm256_storeu_si256((__m256i *)p, _mm512_castsi512_si256(low));
+}
+inline void store(uint8_t *p, I x) { store_byte<0>(p, x); }
+inline void store(int8_t *p, I x) { store_byte<0>((uint8_t *)p, x); }
+inline void store(uint16_t *p, I x) { store_half<0>(p, x); }
+inline void store(int16_t *p, I x) { store_half<0>((uint16_t *)p, x); }
+
+// Narrow numbers as they were loaded: what they become, one permutation says.
+struct U8 {
+    __m128i v;
+};
+struct U16 {
+    __m256i v;
+};
+struct I16 {
+    __m256i v;
+};
+inline U8 raw(const uint8_t *p) { return {_mm_loadu_si128((const __m128i *)p)}; }
+inline U16 raw(const uint16_t *p) { return {_mm256_loadu_si256((const __m256i *)p)}; }
+inline I16 raw(const int16_t *p) { return {_mm256_loadu_si256((const __m256i *)p)}; }
+inline I to_int(U8 x) { return _mm512_cvtepu8_epi32(x.v); }
+inline I to_int(U16 x) { return _mm512_cvtepu16_epi32(x.v); }
+inline I to_int(I16 x) { return _mm512_cvtepi16_epi32(x.v); }
+// The pattern of a bf16, above 16 zeros.
+inline F widened(U16 x) {
+    const __m512i to = _mm512_setr_epi64(
+        0x0001000100000000, 0x0003000300020002, 0x0005000500040004, 0x0007000700060006, 0x0009000900080008,
+        0x000b000b000a000a, 0x000d000d000c000c, 0x000f000f000e000e);
+    return as_float(I(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, to, _mm512_castsi256_si512(x.v))));
+}
+#ifdef __AVX512VBMI__
+// 2^23 + x: byte x below the pattern of 2^23.
+inline F counter(U8 x) {
+    const __m512i to = _mm512_setr_epi32(
+        0x43424100, 0x43424101, 0x43424102, 0x43424103, 0x43424104, 0x43424105, 0x43424106, 0x43424107, 0x43424108,
+        0x43424109, 0x4342410a, 0x4342410b, 0x4342410c, 0x4342410d, 0x4342410e, 0x4342410f);
+    return as_float(I(_mm512_permutex2var_epi8(_mm512_castsi128_si512(x.v), to, _mm512_set1_epi32(0x4b000000))));
+}
+// A half above a byte above 8 zeros.
+inline I joined(U16 high, U8 low) {
+    const __m512i to = _mm512_setr_epi32(
+        0x01004000, 0x03024100, 0x05044200, 0x07064300, 0x09084400, 0x0b0a4500, 0x0d0c4600, 0x0f0e4700, 0x11104800,
+        0x13124900, 0x15144a00, 0x17164b00, 0x19184c00, 0x1b1a4d00, 0x1d1c4e00, 0x1f1e4f00);
+    return _mm512_maskz_permutex2var_epi8(
+        0xeeeeeeeeeeeeeeee, _mm512_castsi256_si512(high.v), to, _mm512_castsi128_si512(low.v));
+}
+#else
+inline F counter(U8 x) { return as_float(to_int(x) | I(0x4b000000)); }
+inline I joined(U16 high, U8 low) { return bits(widened(high)) | (to_int(low) << 8); }
+#endif
+
+inline F widen_half(U16 x) { return _mm512_cvtph_ps(x.v); }
 inline F widen_half(I x) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x.v)); }
 inline I narrow_half(F x) { return _mm512_cvtepu16_epi32(_mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)); }
 

@@ -1,23 +1,30 @@
-// F, I and M as one number each, for every other machine: the loops over elements are left to the compiler.
+// F, I and M as four numbers each, in the compilers' own vectors: for every other machine.
 
-constexpr int W = 1;
+constexpr int W = 4;
+
+typedef float V4f __attribute__((vector_size(16)));
+typedef int32_t V4i __attribute__((vector_size(16)));
+typedef uint32_t V4u __attribute__((vector_size(16)));
+typedef double V4d __attribute__((vector_size(32)));
 
 struct F {
-    float v;
+    V4f v;
     F() = default;
-    F(float x) : v(x) {}
+    F(V4f x) : v(x) {}
+    F(float x) : v(V4f{x, x, x, x}) {}
 };
 struct I {
-    int32_t v;
+    V4i v;
     I() = default;
-    I(int32_t x) : v(x) {}
+    I(V4i x) : v(x) {}
+    I(int32_t x) : v(V4i{x, x, x, x}) {}
 };
 struct M {
-    bool v;
+    V4i v;  // all bits of a lane or none
 };
 
-inline I bits(F a) { int32_t x; memcpy(&x, &a.v, 4); return x; }
-inline F as_float(I a) { float x; memcpy(&x, &a.v, 4); return x; }
+inline I bits(F a) { return (V4i)a.v; }
+inline F as_float(I a) { return (V4f)a.v; }
 
 inline F operator+(F a, F b) { return a.v + b.v; }
 inline F operator-(F a, F b) { return a.v - b.v; }
@@ -37,51 +44,96 @@ inline I operator&(I a, I b) { return a.v & b.v; }
 inline I operator|(I a, I b) { return a.v | b.v; }
 inline I operator^(I a, I b) { return a.v ^ b.v; }
 inline I operator-(I a) { return -a.v; }
-inline I operator<<(I a, int k) { return (int32_t)((uint32_t)a.v << k); }
+inline I operator<<(I a, int k) { return a.v << k; }
 inline I operator>>(I a, int k) { return a.v >> k; }
-inline I lshr(I a, int k) { return (int32_t)((uint32_t)a.v >> k); }
-inline I rotl(I a, I k) { return (int32_t)((uint32_t)a.v << k.v | (uint32_t)a.v >> (32 - k.v)); }
+inline I lshr(I a, int k) { return (V4i)((V4u)a.v >> k); }
+inline I rotl(I a, I k) { return (V4i)((V4u)a.v << (V4u)k.v | (V4u)a.v >> (32 - (V4u)k.v)); }
 inline M operator<(I a, I b) { return {a.v < b.v}; }
 inline M operator<=(I a, I b) { return {a.v <= b.v}; }
 inline M operator==(I a, I b) { return {a.v == b.v}; }
 inline M operator!=(I a, I b) { return {a.v != b.v}; }
 
-inline M operator&(M a, M b) { return {a.v && b.v}; }
-inline M operator|(M a, M b) { return {a.v || b.v}; }
-inline M operator^(M a, M b) { return {a.v != b.v}; }
-inline M operator~(M a) { return {!a.v}; }
+inline M operator&(M a, M b) { return {a.v & b.v}; }
+inline M operator|(M a, M b) { return {a.v | b.v}; }
+inline M operator^(M a, M b) { return {a.v ^ b.v}; }
+inline M operator~(M a) { return {~a.v}; }
 
-inline F where(M c, F a, F b) { return c.v ? a.v : b.v; }
-inline I where(M c, I a, I b) { return c.v ? a.v : b.v; }
-// The second operand where the comparison fails, as the machines with registers do; a NaN in the first stays.
-inline F min(F a, F b) { return where(a == a, a.v < b.v ? a : b, a); }
-inline F max(F a, F b) { return where(a == a, a.v > b.v ? a : b, a); }
-inline I min(I a, I b) { return a.v < b.v ? a.v : b.v; }
-inline I max(I a, I b) { return a.v > b.v ? a.v : b.v; }
-inline F abs(F a) { return __builtin_fabsf(a.v); }
-inline F sqrt(F a) { return __builtin_sqrtf(a.v); }
-inline F fma(F a, F b, F c) { return __builtin_fmaf(a.v, b.v, c.v); }
-inline F floor(F a) { return __builtin_floorf(a.v); }
+inline I where(M c, I a, I b) { return (c.v & a.v) | (~c.v & b.v); }
+inline F where(M c, F a, F b) { return as_float(where(c, bits(a), bits(b))); }
+// The second operand where the comparison fails, as machines do; a NaN in the first stays.
+inline F min(F a, F b) { return where(a == a, where(a < b, a, b), a); }
+inline F max(F a, F b) { return where(a == a, where(b < a, a, b), a); }
+inline I min(I a, I b) { return where(a < b, a, b); }
+inline I max(I a, I b) { return where(a < b, b, a); }
+inline F abs(F a) { return as_float(bits(a) & I(0x7fffffff)); }
+inline F sqrt(F a) {
+    F out;
+    for (int j = 0; j < W; j++)
+        out.v[j] = __builtin_sqrtf(a.v[j]);
+    return out;
+}
+inline F fma(F a, F b, F c) {
+#ifdef __FP_FAST_FMAF
+    F out;
+    for (int j = 0; j < W; j++)
+        out.v[j] = __builtin_fmaf(a.v[j], b.v[j], c.v[j]);
+    return out;
+#else
+    // Products of two floats are exact in double; a machine without the instruction would call a library for each.
+    const V4d x = __builtin_convertvector(a.v, V4d), y = __builtin_convertvector(b.v, V4d);
+    return __builtin_convertvector(x * y + __builtin_convertvector(c.v, V4d), V4f);
+#endif
+}
+inline I to_int(F a) { return __builtin_convertvector(a.v, V4i); }
+inline I to_int(M a) { return -a.v; }
+inline F to_float(I a) { return __builtin_convertvector(a.v, V4f); }
+// From 2^23 on every float is whole; a zero keeps its sign.
+inline F floor(F a) {
+    const F cut = to_float(to_int(a)), low = where(a < cut, cut - F(1.0f), cut);
+    return where(abs(a) < F(0x1p23f), as_float(bits(low) | (bits(a) & I(INT32_MIN))), a);
+}
 // |x| < 2^22: adding 1.5 * 2^23 leaves no bits below 1.
-inline F rint(F a) { return (a.v + 12582912.0f) - 12582912.0f; }
-inline I to_int(F a) { return (int32_t)a.v; }
-inline I to_int(M a) { return (int32_t)a.v; }
-inline F to_float(I a) { return (float)a.v; }
-inline F reciprocal(F x) { return F(1.0f) / x; }
-inline F reciprocal_of_normal(F x) { return F(1.0f) / x; }
+inline F rint(F a) { return (a + F(12582912.0f)) - F(12582912.0f); }
 
-inline F load(const float *p) { return *p; }
-inline I load(const int32_t *p) { return *p; }
-inline I load(const uint8_t *p) { return *p; }
-inline I load(const int8_t *p) { return *p; }
-inline I load(const uint16_t *p) { return *p; }
-inline I load(const int16_t *p) { return *p; }
-inline void store(float *p, F x) { *p = x.v; }
-inline void store(int32_t *p, I x) { *p = x.v; }
-inline void store(uint8_t *p, I x) { *p = (uint8_t)x.v; }
-inline void store(int8_t *p, I x) { *p = (int8_t)x.v; }
-inline void store(uint16_t *p, I x) { *p = (uint16_t)x.v; }
-inline void store(int16_t *p, I x) { *p = (int16_t)x.v; }
+template <class T> inline I widen(const T *p) { return V4i{p[0], p[1], p[2], p[3]}; }
+template <class T> inline void narrow(T *p, I x) {
+    for (int j = 0; j < W; j++)
+        p[j] = (T)x.v[j];
+}
+inline F load(const float *p) { F x; memcpy(&x.v, p, 16); return x; }
+inline I load(const int32_t *p) { I x; memcpy(&x.v, p, 16); return x; }
+inline I load(const uint8_t *p) { return widen(p); }
+inline I load(const int8_t *p) { return widen(p); }
+inline I load(const uint16_t *p) { return widen(p); }
+inline I load(const int16_t *p) { return widen(p); }
+inline void store(float *p, F x) { memcpy(p, &x.v, 16); }
+inline void store(int32_t *p, I x) { memcpy(p, &x.v, 16); }
+inline void store(uint8_t *p, I x) { narrow(p, x); }
+inline void store(int8_t *p, I x) { narrow(p, x); }
+inline void store(uint16_t *p, I x) { narrow(p, x); }
+inline void store(int16_t *p, I x) { narrow(p, x); }
+template <int K> inline void store_byte(uint8_t *p, I x) { store(p, lshr(x, 8 * K)); }
+template <int K> inline void store_half(uint16_t *p, I x) { store(p, lshr(x, 8 * K)); }
+
+// Narrow numbers as they were loaded.
+struct U8 {
+    I v;
+};
+struct U16 {
+    I v;
+};
+struct I16 {
+    I v;
+};
+inline U8 raw(const uint8_t *p) { return {load(p)}; }
+inline U16 raw(const uint16_t *p) { return {load(p)}; }
+inline I16 raw(const int16_t *p) { return {load(p)}; }
+inline I to_int(U8 x) { return x.v; }
+inline I to_int(U16 x) { return x.v; }
+inline I to_int(I16 x) { return x.v; }
+inline F widened(U16 x) { return as_float(x.v << 16); }
+inline F counter(U8 x) { return as_float(x.v | I(0x4b000000)); }
+inline I joined(U16 high, U8 low) { return (high.v << 16) | (low.v << 8); }
 
 // fp16 by whole numbers.  Normals: the exponent is rebiased; subnormals are their pattern times 2^-24, exactly.
 inline F widen_half(I x) {
@@ -91,6 +143,7 @@ inline F widen_half(I x) {
     const F out = where(size < I(0x400), tiny, where(size < I(0x7c00), normal, special));
     return as_float(bits(out) | ((x & I(0x8000)) << 16));
 }
+inline F widen_half(U16 x) { return widen_half(x.v); }
 // Round to nearest even; NaN keeps the top of its payload and becomes quiet, as the machines' instruction does.
 inline I narrow_half(F x) {
     const I size = bits(x) & I(0x7fffffff);
@@ -101,7 +154,15 @@ inline I narrow_half(F x) {
     return out | (lshr(bits(x), 16) & I(0x8000));
 }
 
-inline I iota(int i) { return i; }
-inline I lane(int i) { return i & 7; }
-inline I spread(const int32_t *p, int i) { return p[i / 8]; }
-template <class Op> inline I across(const I *rows, Op) { return *rows; }
+inline I ramp() { return V4i{0, 1, 2, 3}; }
+inline I iota(int i) { return ramp() + I(i); }
+inline I lane(int i) { return ramp() + I(i & 7); }
+// Word i/8, four times.
+inline I spread(const int32_t *p, int i) { return I(p[i / 8]); }
+// Lane j: the largest (smallest) of the lanes of rows[j].
+template <class Op> inline I across(const I *rows, Op op) {
+    I column[W];
+    for (int k = 0; k < W; k++)
+        column[k] = V4i{rows[0].v[k], rows[1].v[k], rows[2].v[k], rows[3].v[k]};
+    return op(op(column[0], column[1]), op(column[2], column[3]));
+}
