@@ -25,7 +25,7 @@ def signatures(path: Path) -> set[str]:
     for result, name, operands in FUNCTION.findall(path.read_text(encoding="utf-8")):
         types = [re.sub(r"\b\w+$", "", o.strip()).strip() or o.strip() for o in operands.split(",")]
         text = f"{result} {name}({', '.join(types)})"
-        if "__m" not in text and name not in ("ramp",):
+        if "__m" not in text and "T *" not in text:
             out.add(re.sub(r"\bint\b", "int", text))
     return out
 

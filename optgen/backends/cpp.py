@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from optgen.backends.idioms import idiom
@@ -25,6 +25,7 @@ from optgen.ops.dtypes import DType
 BLOCKS = 16  # storage blocks per tile: one vector of their values at the widest
 FLAT = 1024  # elements per tile where nothing is stored in blocks
 SHARE = 8  # elements that share a hash (lower/noise.py)
+WORTH = 6  # operations from which on a loop of their own pays
 
 _TYPE: Mapping[str, str] = {"f32": "F", "bool": "M"}  # all else is whole numbers, or bits, in an I
 _KEPT: Mapping[str, str] = {"F": "float", "I": "int32_t"}
@@ -36,7 +37,7 @@ _STORED: Mapping[str, str] = {
 RESERVED = frozenset(
     "at blocks live end first step_key stream_key scalars b i W F I M Grad TILE BLOCK BLOCKS COLUMNS tile "
     "count abs min max fma where sign floor rint sqrt bits as_float to_int to_float lshr rotl lane spread "
-    "load store take_larger take_smaller widened counter joined raw store_byte store_half U8 U16 I16 widen_half "
+    "load store larger smaller widened counter joined raw store_byte store_half U8 U16 I16 widen_half "
     "narrow_half extend16 iota largest smallest across ramp run walk staged Column Tensor Larger Smaller "
     "float32 bfloat16 float16 alignas auto bool break case catch char class const continue default delete do "
     "double else enum explicit extern false float for friend goto if inline int long mutable namespace new "
@@ -208,10 +209,19 @@ SPELL: dict[str, Spelling] = {
 }
 
 
+def _cost(nodes: Iterable[Node]) -> int:
+    """Operations; loads and other looks at the same bits are none."""
+    return sum(n.op not in ("load", "cast", "bitcast") for n in nodes)
+
+
 @dataclass
 class Phase:
-    """What is done between two rounds of reductions: first for the blocks, then for the elements."""
+    """What is done between two rounds of reductions: first for the blocks, then for the elements.
 
+    found   the reductions of the phase before, which the blocks' stage finishes
+    """
+
+    found: list[Node] = field(default_factory=list)
     blocks: list[Let] = field(default_factory=list)
     elements: list[Let] = field(default_factory=list)
     reductions: list[Node] = field(default_factory=list)
@@ -249,6 +259,7 @@ class Phases:
         for n in self.nodes:
             if n.op in ("block_max", "block_min"):
                 self.phases[self._level[n.args[0].uid]].reductions.append(n)
+                self.phases[self._level[n.uid]].found.append(n)
                 self._name(n, "largest_of_block" if n.op == "block_max" else "smallest_of_block")
             for a in n.args:
                 # The edge of the shared part: its values cross into code that runs per element.
@@ -269,6 +280,8 @@ class Phases:
         kept = loads & {n.uid for n in (*self.kept, *self.across)}
         self.raw = frozenset(loads - kept)
         self._drop_unread()
+        self._find_kept()
+        self._split()
         self._find_kept()
 
     def _is_shared(self, n: Node) -> bool:
@@ -343,10 +356,50 @@ class Phases:
             own = {let.node.uid for let in phase.blocks}
             roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
             for n in self.uses(roots, own):
-                if n.op not in ("block_max", "block_min") or self._level[n.uid] != k:
+                if all(n is not m for m in phase.found):
                     self._add(self.across, n)
         edge = [a for n in self.nodes if not self._shared[n.uid] for a in n.args if self._shared[a.uid]]
         self.edge = list({a.uid: a for a in edge}.values())
+
+    def _split(self) -> None:
+        """Stores that read what is kept anyway leave their phase for a loop of their own.
+
+        A processor looks some 300 instructions ahead: the shorter the chain from load to store, the more of them it
+        works on at a time.  AdamW's weight, done apart from its moments, saves a tenth of the step.
+        """
+        for k in range(len(self.phases) - 1, -1, -1):
+            phase = self.phases[k]
+            own = {let.node.uid for let in phase.elements}
+            kept = [n for n in self.kept if n.uid in own]
+            stay = self._computed([*kept, *(r.args[0] for r in phase.reductions)], own, set())
+            stop = {n.uid for n in kept}
+            leaving: list[Store] = []
+            for s in phase.stores:
+                need = self._computed([_wanted(s.node)], own, stop)
+                if kept and _cost(need.values()) >= WORTH and _cost(n for uid, n in need.items() if uid in stay) <= 1:
+                    leaving.append(s)
+                else:
+                    stay |= self._computed([_wanted(s.node)], own, set())
+            gone = self._computed([_wanted(s.node) for s in leaving], own, stop)
+            if not leaving or _cost(n for uid, n in gone.items() if uid in stay) > 1:
+                continue
+            apart = Phase(elements=[let for let in phase.elements if let.node.uid in gone], stores=leaving)
+            phase.elements = [let for let in phase.elements if let.node.uid in stay]
+            phase.stores = [s for s in phase.stores if all(s is not x for x in leaving)]
+            self.phases.insert(k + 1, apart)
+
+    def _computed(self, roots: list[Node], own: set[int], stop: set[int]) -> dict[int, Node]:
+        """Elements' nodes that a loop for the roots computes: not those of other phases, nor what is in `stop`."""
+        out: dict[int, Node] = {}
+        stack = list(roots)
+        while stack:
+            n = stack.pop()
+            foreign = n.uid in self.name and n.uid not in own and not self._trivial(n)
+            if n.uid in out or n.uid in stop or foreign or n.space.name != "elem":
+                continue
+            out[n.uid] = n
+            stack.extend(self.operands(n))
+        return out
 
     @staticmethod
     def _add(to: list[Node], n: Node) -> None:
@@ -480,7 +533,7 @@ def _word_number(p: Printer, n: Node) -> Text:
 
 def _block_stage(plan: Phases, k: int) -> list[str]:
     phase = plan.phases[k]
-    found = plan.phases[k - 1].reductions if k else []
+    found = phase.found
     if not phase.blocks and not phase.block_stores and not found:
         return []
     printer = CppPrinter(plan)
@@ -526,8 +579,8 @@ def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str
         lines.append(_assign(plan, let, printer))
     for n in phase.reductions:
         name = plan.name[n.uid]
-        take = "take_larger" if n.op == "block_max" else "take_smaller"
-        lines.append((f"{take}({name}, {printer.text(n.args[0])}, i, end);", ""))
+        better = "larger" if n.op == "block_max" else "smaller"
+        lines.append((f"{name} = {better}({name}, {printer.text(n.args[0])}, i, end);", ""))
     for n in plan.kept:
         if n.uid in own:
             lines.append((f"store({plan.name[n.uid]}_kept + i, {plan.name[n.uid]});", ""))

@@ -134,10 +134,10 @@ struct adadelta_float32 {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(largest_of_block_2, acc_delta_pattern, i, end);
-                take_smaller(smallest_of_block_2, acc_delta_pattern, i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block_2 = larger(largest_of_block_2, acc_delta_pattern, i, end);
+                smallest_of_block_2 = smaller(smallest_of_block_2, acc_delta_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(acc_delta_pattern_kept + i, acc_delta_pattern);
@@ -379,10 +379,10 @@ struct adadelta_bfloat16 {
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(largest_of_block_2, acc_delta_pattern, i, end);
-                take_smaller(smallest_of_block_2, acc_delta_pattern, i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block_2 = larger(largest_of_block_2, acc_delta_pattern, i, end);
+                smallest_of_block_2 = smaller(smallest_of_block_2, acc_delta_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(acc_delta_pattern_kept + i, acc_delta_pattern);
@@ -669,10 +669,10 @@ struct adadelta_float16 {
                 const I p_kept = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(largest_of_block_2, acc_delta_pattern, i, end);
-                take_smaller(smallest_of_block_2, acc_delta_pattern, i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block_2 = larger(largest_of_block_2, acc_delta_pattern, i, end);
+                smallest_of_block_2 = smaller(smallest_of_block_2, acc_delta_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(acc_delta_pattern_kept + i, acc_delta_pattern);

@@ -95,8 +95,8 @@ struct adagrad_float32 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(largest_of_block, sum_pattern, i, end);
-                take_smaller(smallest_of_block, sum_pattern, i, end);
+                largest_of_block = larger(largest_of_block, sum_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_2);
@@ -261,8 +261,8 @@ struct adagrad_bfloat16 {
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I sum_pattern = bits(p_sqrt);
-                take_larger(largest_of_block, sum_pattern, i, end);
-                take_smaller(smallest_of_block, sum_pattern, i, end);
+                largest_of_block = larger(largest_of_block, sum_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store_half<2>(p_at + i, p_word);
@@ -472,8 +472,8 @@ struct adagrad_float16 {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
                 const I sum_pattern = bits(p_sqrt);
-                take_larger(largest_of_block, sum_pattern, i, end);
-                take_smaller(smallest_of_block, sum_pattern, i, end);
+                largest_of_block = larger(largest_of_block, sum_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);

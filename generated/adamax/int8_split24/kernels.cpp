@@ -121,9 +121,9 @@ struct adamax_float32 {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
-                take_larger(exp_avg_top, bits(p_abs), i, end);
-                take_larger(largest_of_block_2, exp_inf_pattern, i, end);
-                take_smaller(smallest_of_block, exp_inf_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_inf_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_inf_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_inf_pattern_kept + i, exp_inf_pattern);
@@ -334,9 +334,9 @@ struct adamax_bfloat16 {
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const F p_abs = abs(exp_avg);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
-                take_larger(exp_avg_top, bits(p_abs), i, end);
-                take_larger(largest_of_block_2, exp_inf_pattern, i, end);
-                take_smaller(smallest_of_block, exp_inf_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_inf_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_inf_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_inf_pattern_kept + i, exp_inf_pattern);
@@ -591,9 +591,9 @@ struct adamax_float16 {
                 const I p_kept = p_word;
                 const F p_abs = abs(exp_avg);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
-                take_larger(exp_avg_top, bits(p_abs), i, end);
-                take_larger(largest_of_block_2, exp_inf_pattern, i, end);
-                take_smaller(smallest_of_block, exp_inf_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_inf_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_inf_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_inf_pattern_kept + i, exp_inf_pattern);

@@ -87,8 +87,8 @@ struct adamw_float32 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
-                take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(p_at + i, p_3);
@@ -174,7 +174,7 @@ struct adamw_bfloat16 {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -187,6 +187,27 @@ struct adamw_bfloat16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
+                const F g_cast = g_stored;
+                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
+                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
+                const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p_code = counter(weight_low_code) - 8388736.0f;
                 const U16 p_stored = raw(p_at + i);
@@ -196,13 +217,6 @@ struct adamw_bfloat16 {
                 const I part = p_add >> 1;
                 // bf16 and its rounding error in 1/254 ulp (FlashOptim)
                 const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
-                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
@@ -218,15 +232,9 @@ struct adamw_bfloat16 {
                 const F p_units = 127.0f * min(max(p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23), F(-1.0f)), F(1.0f));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
         // -- blocks
@@ -306,7 +314,7 @@ struct adamw_float16 {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -319,6 +327,27 @@ struct adamw_float16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
+                const F g_cast = g_stored;
+                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
+                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
+                const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p_code = counter(weight_low_code) - 8388736.0f;
                 const U16 p_stored = raw(p_at + i);
@@ -328,13 +357,6 @@ struct adamw_float16 {
                 const I part = p_add >> 1;
                 // f16 and its rounding error in 1/254 ulp (FlashOptim)
                 const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
-                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
@@ -348,15 +370,9 @@ struct adamw_float16 {
                 const F p_units = 127.0f * min(max(p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23), F(-1.0f)), F(1.0f));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(p_at + i, p_kept);
                 store(weight_low_at + i, p_code_2 + 128);
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
         // -- blocks
@@ -479,9 +495,9 @@ struct adamw_float32_amsgrad {
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                take_larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
@@ -559,8 +575,8 @@ struct adamw_bfloat16_amsgrad {
         const F scalar_7(scalars[7]);
         const F scalar_8(scalars[8]);
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
+        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
@@ -608,15 +624,6 @@ struct adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p_code = counter(weight_low_code) - 8388736.0f;
-                const U16 p_stored = raw(p_at + i);
-                const F p_weight = widened(p_stored);
-                const I p_biased = max(bits(p_weight) >> 23 & 255, I(1));
-                const I p_add = p_biased + -135;
-                const I part = p_add >> 1;
-                // bf16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
@@ -626,7 +633,34 @@ struct adamw_bfloat16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
+                const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
+                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
+            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p_code = counter(weight_low_code) - 8388736.0f;
+                const U16 p_stored = raw(p_at + i);
+                const F p_weight = widened(p_stored);
+                const I p_biased = max(bits(p_weight) >> 23 & 255, I(1));
+                const I p_add = p_biased + -135;
+                const I part = p_add >> 1;
+                // bf16 and its rounding error in 1/254 ulp (FlashOptim)
+                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const I p_x_bits = bits(p_3);
@@ -641,19 +675,9 @@ struct adamw_bfloat16_amsgrad {
                 const F p_units = 127.0f * min(max(p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23), F(-1.0f)), F(1.0f));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                take_larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-                store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
                 store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
         // -- blocks
@@ -723,8 +747,8 @@ struct adamw_float16_amsgrad {
         const F scalar_7(scalars[7]);
         const F scalar_8(scalars[8]);
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
+        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
@@ -772,15 +796,6 @@ struct adamw_float16_amsgrad {
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p_code = counter(weight_low_code) - 8388736.0f;
-                const U16 p_stored = raw(p_at + i);
-                const F p_weight = widen_half(p_stored);
-                const I p_biased = max(bits(p_weight) >> 23 & 255, I(113));
-                const I p_add = p_biased + -138;
-                const I part = p_add >> 1;
-                // f16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
@@ -790,7 +805,34 @@ struct adamw_float16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
+                const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
+                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
+            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p_code = counter(weight_low_code) - 8388736.0f;
+                const U16 p_stored = raw(p_at + i);
+                const F p_weight = widen_half(p_stored);
+                const I p_biased = max(bits(p_weight) >> 23 & 255, I(113));
+                const I p_add = p_biased + -138;
+                const I part = p_add >> 1;
+                // f16 and its rounding error in 1/254 ulp (FlashOptim)
+                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const I p_kept = narrow_half(p_3);
@@ -803,19 +845,9 @@ struct adamw_float16_amsgrad {
                 const F p_units = 127.0f * min(max(p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23), F(-1.0f)), F(1.0f));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                take_larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                take_larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-                store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
                 store(p_at + i, p_kept);
                 store(weight_low_at + i, p_code_2 + 128);
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
         // -- blocks

@@ -99,8 +99,8 @@ struct adamw_float32 {
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
                 const F g_abs = abs(exp_avg);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(p_at + i, p_3);
@@ -253,9 +253,6 @@ struct adamw_bfloat16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -263,20 +260,31 @@ struct adamw_bfloat16 {
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                const F g_abs = abs(exp_avg);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
                 const I p_word = min(bits(p_3), I(2143289344)) + 32896;
-                const F g_abs = abs(exp_avg);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
         // -- blocks
@@ -429,6 +437,28 @@ struct adamw_float16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F g_cast = g_stored;
+                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
+                const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                const F g_abs = abs(exp_avg);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -440,13 +470,6 @@ struct adamw_float16 {
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, nearest
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
@@ -461,16 +484,9 @@ struct adamw_float16 {
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const F g_abs = abs(exp_avg);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
         // -- blocks
@@ -682,9 +698,9 @@ struct adamw_float32_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
                 const F g_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                take_larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
@@ -810,8 +826,8 @@ struct adamw_bfloat16_amsgrad {
         const F scalar_5(scalars[6]);
         const F scalar_6(scalars[7]);
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
+        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
@@ -881,9 +897,6 @@ struct adamw_bfloat16_amsgrad {
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -893,24 +906,35 @@ struct adamw_bfloat16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
-                const I p_word = min(bits(p_3), I(2143289344)) + 32896;
                 const F g_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                take_larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
+                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
             max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
+                const I p_word = min(bits(p_3), I(2143289344)) + 32896;
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
         }
 
         // -- blocks
@@ -1034,8 +1058,8 @@ struct adamw_float16_amsgrad {
         const F scalar_5(scalars[6]);
         const F scalar_6(scalars[7]);
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
+        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
@@ -1105,6 +1129,34 @@ struct adamw_float16_amsgrad {
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const F g_cast = g_stored;
+                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
+                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
+                const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
+                const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
+                const F g_abs = abs(exp_avg);
+                const F exp_avg_sq_value = sqrt(exp_avg_sq);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
+                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
+            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -1116,16 +1168,7 @@ struct adamw_float16_amsgrad {
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, nearest
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
-                const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
                 const I g_bitcast = bits(p_3);
@@ -1139,20 +1182,9 @@ struct adamw_float16_amsgrad {
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const F g_abs = abs(exp_avg);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                take_larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-                store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
         // -- blocks

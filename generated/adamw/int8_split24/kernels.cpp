@@ -123,8 +123,8 @@ struct adamw_float32 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(exp_avg_kept + i, exp_avg);
@@ -181,7 +181,7 @@ struct adamw_float32 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -280,9 +280,9 @@ struct adamw_bfloat16 {
         const F scalar_4(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -347,33 +347,42 @@ struct adamw_bfloat16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
+                store(g_sqrt_kept + i, g_sqrt);
+                store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F g_sqrt = load(g_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
         }
 
         // -- blocks
@@ -423,7 +432,7 @@ struct adamw_bfloat16 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -547,9 +556,9 @@ struct adamw_float16 {
         const F scalar_4(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -614,6 +623,32 @@ struct adamw_float16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const F g_cast = g_stored;
+                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I exp_avg_sq_pattern = bits(g_sqrt);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(g_sqrt_kept + i, g_sqrt);
+                store(noise_kept + i, noise);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F g_sqrt = load(g_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -625,13 +660,7 @@ struct adamw_float16 {
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I g_bitcast = bits(p_3);
@@ -639,9 +668,6 @@ struct adamw_float16 {
                 const I p_magnitude = g_bitcast & 2147483647;
                 const F g_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
@@ -650,17 +676,9 @@ struct adamw_float16 {
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
-                store(exp_avg_kept + i, exp_avg);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
@@ -710,7 +728,7 @@ struct adamw_float16 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -962,10 +980,10 @@ struct adamw_float32_amsgrad {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                take_larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block_3 = larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
+                smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(exp_avg_kept + i, exp_avg);
@@ -1045,7 +1063,7 @@ struct adamw_float32_amsgrad {
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);
@@ -1152,10 +1170,10 @@ struct adamw_bfloat16_amsgrad {
         const F scalar_4(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float max_exp_avg_sq_range_sqrt_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
+        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -1243,9 +1261,6 @@ struct adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);      // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -1254,30 +1269,42 @@ struct adamw_bfloat16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                take_larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block_3 = larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
+                smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
+                store(noise_kept + i, noise);
+                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
             largest_of_block_3_kept[b] = largest_of_block_3;
             smallest_of_block_2_kept[b] = smallest_of_block_2;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
         }
 
         // -- blocks
@@ -1347,7 +1374,7 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);
@@ -1479,10 +1506,10 @@ struct adamw_float16_amsgrad {
         const F scalar_4(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float max_exp_avg_sq_range_sqrt_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
+        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -1570,6 +1597,40 @@ struct adamw_float16_amsgrad {
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const F g_cast = g_stored;
+                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
+                const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+                const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block_3 = larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
+                smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
+                store(noise_kept + i, noise);
+                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+            largest_of_block_3_kept[b] = largest_of_block_3;
+            smallest_of_block_2_kept[b] = smallest_of_block_2;
+        }
+
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -1581,15 +1642,7 @@ struct adamw_float16_amsgrad {
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
                 const I g_bitcast = bits(p_3);
@@ -1597,9 +1650,6 @@ struct adamw_float16_amsgrad {
                 const I p_magnitude = g_bitcast & 2147483647;
                 const F g_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
@@ -1608,23 +1658,9 @@ struct adamw_float16_amsgrad {
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                take_larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            largest_of_block_3_kept[b] = largest_of_block_3;
-            smallest_of_block_2_kept[b] = smallest_of_block_2;
         }
 
         // -- blocks
@@ -1694,7 +1730,7 @@ struct adamw_float16_amsgrad {
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);

@@ -59,10 +59,10 @@ struct adan_float32 {
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t word_xor_3_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_diff_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float prev_grad_scale_sqrt_kept[TILE];
+        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_2_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
@@ -167,46 +167,55 @@ struct adan_float32 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
                 // 25  change = where(t > 1, g - prev_grad, 0.0)
                 const F change = where(0.0f < where_lt_one_t_one_zero, fma(prev_grad_scale_neg, prev_grad_code_2 / (254.0f - prev_grad_bend), g_2), F(0.0f));
                 // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
                 const F exp_avg_diff = fma(one_minus_beta2, change, exp_avg_diff_scale_mul * (exp_avg_diff_code_2 / (254.0f - exp_avg_diff_bend)));
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F ahead = fma(beta2, change, g_2);                      // 28  ahead = g + beta2 * change
+                const F ahead = fma(beta2, change, g_2);                   // 28  ahead = g + beta2 * change
                 // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
                 const F prev_grad_scale_sqrt = sqrt(exp_avg_sq_2);
-                // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
-                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
                 const F g_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise = word_xor_2 ^ rotl(word, word_add);            // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor_2 ^ rotl(word, word_add);         // 32 random bits: hash(element, tensor, step)
                 const F prev_grad_scale_abs = abs(exp_avg_diff);
                 const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
-                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);        // 32 random bits: hash(element, tensor, step)
+                const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);     // 32 random bits: hash(element, tensor, step)
                 const F g_abs_2 = abs(g_2);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
-                take_larger(largest_of_block_3, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                take_larger(prev_grad_top, bits(g_abs_2), i, end);
-                store(exp_avg_kept + i, exp_avg);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_diff_top = larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
+                largest_of_block_3 = larger(largest_of_block_3, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                prev_grad_top = larger(prev_grad_top, bits(g_abs_2), i, end);
                 store(exp_avg_diff_kept + i, exp_avg_diff);
-                store(noise_2_kept + i, noise_2);
+                store(exp_avg_kept + i, exp_avg);
                 store(prev_grad_scale_sqrt_kept + i, prev_grad_scale_sqrt);
+                store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
                 store(g_2_kept + i, g_2);
-                store(p_at + i, p_3);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_diff_top_kept[b] = exp_avg_diff_top;
             largest_of_block_3_kept[b] = largest_of_block_3;
             smallest_of_block_kept[b] = smallest_of_block;
             prev_grad_top_kept[b] = prev_grad_top;
+        }
+
+        // -- elements: decode, update  (specs/adan.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg_diff = load(exp_avg_diff_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
+                const F p = load(p_at + i);
+                // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
+                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
+                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
+                store(p_at + i, p_3);
+            }
         }
 
         // -- blocks
@@ -380,10 +389,10 @@ struct adan_bfloat16 {
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t word_xor_3_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_diff_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float prev_grad_scale_sqrt_kept[TILE];
+        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
@@ -489,50 +498,60 @@ struct adan_bfloat16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 25  change = where(t > 1, g - prev_grad, 0.0)
                 const F change = where(0.0f < where_lt_one_t_one_zero, fma(prev_grad_scale_neg, prev_grad_code_2 / (254.0f - prev_grad_bend), g), F(0.0f));
                 // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
                 const F exp_avg_diff = fma(one_minus_beta2, change, exp_avg_diff_scale_mul * (exp_avg_diff_code_2 / (254.0f - exp_avg_diff_bend)));
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F ahead = fma(beta2, change, g);                             // 28  ahead = g + beta2 * change
+                const F ahead = fma(beta2, change, g);                     // 28  ahead = g + beta2 * change
                 // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
                 const F prev_grad_scale_sqrt = sqrt(exp_avg_sq_2);
-                // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
-                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;       // 34  p = proximal(p, lr, weight_decay)
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise_2 = word_xor_2 ^ rotl(word, word_add);               // 32 random bits: hash(element, tensor, step)
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise_2 & 255) + 32768);
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);       // 32 random bits: hash(element, tensor, step)
                 const F g_abs = abs(exp_avg);
-                const I noise = word_xor_3 ^ rotl(word_2, word_add);               // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
                 const F prev_grad_scale_abs = abs(exp_avg_diff);
                 const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
                 const F g_abs_2 = abs(g);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
-                take_larger(largest_of_block_3, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                take_larger(prev_grad_top, bits(g_abs_2), i, end);
-                store(exp_avg_kept + i, exp_avg);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_diff_top = larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
+                largest_of_block_3 = larger(largest_of_block_3, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                prev_grad_top = larger(prev_grad_top, bits(g_abs_2), i, end);
                 store(exp_avg_diff_kept + i, exp_avg_diff);
-                store(noise_2_kept + i, noise_2);
+                store(exp_avg_kept + i, exp_avg);
                 store(prev_grad_scale_sqrt_kept + i, prev_grad_scale_sqrt);
+                store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
                 store(g_kept + i, g);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_diff_top_kept[b] = exp_avg_diff_top;
             largest_of_block_3_kept[b] = largest_of_block_3;
             smallest_of_block_kept[b] = smallest_of_block;
             prev_grad_top_kept[b] = prev_grad_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/adan.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg_diff = load(exp_avg_diff_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
+                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
+                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;       // 34  p = proximal(p, lr, weight_decay)
+                const I p_word = min(bits(p_3), I(2143289344)) + ((noise_2 & 255) + 32768);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
         }
 
         // -- blocks
@@ -731,10 +750,10 @@ struct adan_float16 {
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t word_xor_3_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_diff_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float prev_grad_scale_sqrt_kept[TILE];
+        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
@@ -840,6 +859,50 @@ struct adan_float16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                // 25  change = where(t > 1, g - prev_grad, 0.0)
+                const F change = where(0.0f < where_lt_one_t_one_zero, fma(prev_grad_scale_neg, prev_grad_code_2 / (254.0f - prev_grad_bend), g), F(0.0f));
+                // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+                const F exp_avg_diff = fma(one_minus_beta2, change, exp_avg_diff_scale_mul * (exp_avg_diff_code_2 / (254.0f - exp_avg_diff_bend)));
+                // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F ahead = fma(beta2, change, g);                     // 28  ahead = g + beta2 * change
+                // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
+                const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
+                const F prev_grad_scale_sqrt = sqrt(exp_avg_sq_2);
+                const I word_and = lane(i);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);       // 32 random bits: hash(element, tensor, step)
+                const F g_abs = abs(exp_avg);
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
+                const F prev_grad_scale_abs = abs(exp_avg_diff);
+                const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
+                const F g_abs_2 = abs(g);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_diff_top = larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
+                largest_of_block_3 = larger(largest_of_block_3, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                prev_grad_top = larger(prev_grad_top, bits(g_abs_2), i, end);
+                store(exp_avg_diff_kept + i, exp_avg_diff);
+                store(exp_avg_kept + i, exp_avg);
+                store(prev_grad_scale_sqrt_kept + i, prev_grad_scale_sqrt);
+                store(noise_2_kept + i, noise_2);
+                store(noise_kept + i, noise);
+                store(g_kept + i, g);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+            exp_avg_diff_top_kept[b] = exp_avg_diff_top;
+            largest_of_block_3_kept[b] = largest_of_block_3;
+            smallest_of_block_kept[b] = smallest_of_block;
+            prev_grad_top_kept[b] = prev_grad_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/adan.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg_diff = load(exp_avg_diff_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -851,16 +914,6 @@ struct adan_float16 {
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 25  change = where(t > 1, g - prev_grad, 0.0)
-                const F change = where(0.0f < where_lt_one_t_one_zero, fma(prev_grad_scale_neg, prev_grad_code_2 / (254.0f - prev_grad_bend), g), F(0.0f));
-                // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-                const F exp_avg_diff = fma(one_minus_beta2, change, exp_avg_diff_scale_mul * (exp_avg_diff_code_2 / (254.0f - exp_avg_diff_bend)));
-                // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
-                // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-                const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
-                const F prev_grad_scale_sqrt = sqrt(exp_avg_sq_2);
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
                 const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
@@ -869,9 +922,6 @@ struct adan_float16 {
                 const I p_magnitude = prev_grad_scale_bitcast & 2147483647;
                 const F prev_grad_scale_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * prev_grad_scale_bitcast_2;
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise_2 = word_xor_2 ^ rotl(word, word_add);          // 32 random bits: hash(element, tensor, step)
                 const I word_and_2 = noise_2 & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
@@ -880,30 +930,9 @@ struct adan_float16 {
                 const I p_wide_2 = where(prev_grad_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const F g_abs = abs(exp_avg);
-                const I noise = word_xor_3 ^ rotl(word_2, word_add);          // 32 random bits: hash(element, tensor, step)
-                const F prev_grad_scale_abs = abs(exp_avg_diff);
-                const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
-                const F g_abs_2 = abs(g);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
-                take_larger(largest_of_block_3, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                take_larger(prev_grad_top, bits(g_abs_2), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_diff_kept + i, exp_avg_diff);
-                store(noise_2_kept + i, noise_2);
-                store(prev_grad_scale_sqrt_kept + i, prev_grad_scale_sqrt);
-                store(noise_kept + i, noise);
-                store(g_kept + i, g);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_diff_top_kept[b] = exp_avg_diff_top;
-            largest_of_block_3_kept[b] = largest_of_block_3;
-            smallest_of_block_kept[b] = smallest_of_block;
-            prev_grad_top_kept[b] = prev_grad_top;
         }
 
         // -- blocks

@@ -53,10 +53,10 @@ struct ademamix_float32 {
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t word_xor_3_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
-        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_slow_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
@@ -147,7 +147,6 @@ struct ademamix_float32 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
                 // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
                 const F exp_avg_slow = fma(scalar_3, g, exp_avg_slow_scale_mul * (exp_avg_slow_code_2 / (254.0f - exp_avg_slow_bend)));
                 // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -155,28 +154,38 @@ struct ademamix_float32 {
                 // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 31  p = decoupled(p, lr, weight_decay)
-                // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-                const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 const I noise = word_xor_2 ^ rotl(word, word_add);                // 32 random bits: hash(element, tensor, step)
                 const F g_abs_2 = abs(exp_avg_slow);
                 const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);            // 32 random bits: hash(element, tensor, step)
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                take_larger(exp_avg_slow_top, bits(g_abs_2), i, end);
-                store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
-                store(exp_avg_kept + i, exp_avg);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_slow_top = larger(exp_avg_slow_top, bits(g_abs_2), i, end);
                 store(exp_avg_slow_kept + i, exp_avg_slow);
+                store(exp_avg_kept + i, exp_avg);
+                store(g_sqrt_kept + i, g_sqrt);
+                store(noise_kept + i, noise);
                 store(noise_2_kept + i, noise_2);
-                store(p_at + i, p_3);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
             exp_avg_slow_top_kept[b] = exp_avg_slow_top;
+        }
+
+        // -- elements: decode, update  (specs/ademamix.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg_slow = load(exp_avg_slow_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F g_sqrt = load(g_sqrt_kept + i);
+                const F p = load(p_at + i);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
+                // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
+                const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
+                store(p_at + i, p_3);
+            }
         }
 
         // -- blocks
@@ -222,27 +231,33 @@ struct ademamix_float32 {
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_slow = load(exp_avg_slow_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const F g_mul_2(g_mul_2_kept[b]);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg_slow = load(exp_avg_slow_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
+                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
+            }
         }
 
         // -- blocks
@@ -353,11 +368,11 @@ struct ademamix_bfloat16 {
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t word_xor_3_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
-        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_slow_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float g_sqrt_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -447,9 +462,6 @@ struct ademamix_bfloat16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
                 const F exp_avg_slow = fma(scalar_3, g_cast, exp_avg_slow_scale_mul * (exp_avg_slow_code_2 / (254.0f - exp_avg_slow_bend)));
@@ -458,30 +470,43 @@ struct ademamix_bfloat16 {
                 // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 31  p = decoupled(p, lr, weight_decay)
-                // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-                const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise_2 = word_xor_2 ^ rotl(word, word_add);               // 32 random bits: hash(element, tensor, step)
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise_2 & 255) + 32768);
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);       // 32 random bits: hash(element, tensor, step)
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                const I noise = word_xor_3 ^ rotl(word_2, word_add);               // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
                 const F g_abs_2 = abs(exp_avg_slow);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                take_larger(exp_avg_slow_top, bits(g_abs_2), i, end);
-                store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
-                store(exp_avg_kept + i, exp_avg);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_slow_top = larger(exp_avg_slow_top, bits(g_abs_2), i, end);
                 store(exp_avg_slow_kept + i, exp_avg_slow);
+                store(exp_avg_kept + i, exp_avg);
+                store(g_sqrt_kept + i, g_sqrt);
                 store(noise_2_kept + i, noise_2);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
+                store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
             exp_avg_slow_top_kept[b] = exp_avg_slow_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/ademamix.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg_slow = load(exp_avg_slow_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F g_sqrt = load(g_sqrt_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 31  p = decoupled(p, lr, weight_decay)
+                // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
+                const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
+                const I p_word = min(bits(p_3), I(2143289344)) + ((noise_2 & 255) + 32768);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
         }
 
         // -- blocks
@@ -527,27 +552,33 @@ struct ademamix_bfloat16 {
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_slow = load(exp_avg_slow_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const F g_mul_2(g_mul_2_kept[b]);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg_slow = load(exp_avg_slow_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
+                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
+            }
         }
 
         // -- blocks
@@ -683,11 +714,11 @@ struct ademamix_float16 {
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t word_xor_3_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
-        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_slow_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float g_sqrt_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -777,6 +808,41 @@ struct ademamix_float16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const F g_cast = g_stored;
+                // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+                const F exp_avg_slow = fma(scalar_3, g_cast, exp_avg_slow_scale_mul * (exp_avg_slow_code_2 / (254.0f - exp_avg_slow_bend)));
+                // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
+                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const I word_and = lane(i);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);       // 32 random bits: hash(element, tensor, step)
+                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const I noise = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
+                const F g_abs_2 = abs(exp_avg_slow);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_slow_top = larger(exp_avg_slow_top, bits(g_abs_2), i, end);
+                store(exp_avg_slow_kept + i, exp_avg_slow);
+                store(exp_avg_kept + i, exp_avg);
+                store(g_sqrt_kept + i, g_sqrt);
+                store(noise_2_kept + i, noise_2);
+                store(noise_kept + i, noise);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+            exp_avg_slow_top_kept[b] = exp_avg_slow_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/ademamix.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg_slow = load(exp_avg_slow_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F g_sqrt = load(g_sqrt_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -788,15 +854,7 @@ struct ademamix_float16 {
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F g_cast = g_stored;
-                // 33  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-                const F exp_avg_slow = fma(scalar_3, g_cast, exp_avg_slow_scale_mul * (exp_avg_slow_code_2 / (254.0f - exp_avg_slow_bend)));
-                // 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
-                // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;         // 31  p = decoupled(p, lr, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
                 const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
                 const I g_bitcast = bits(p_3);
@@ -804,9 +862,6 @@ struct ademamix_float16 {
                 const I p_magnitude = g_bitcast & 2147483647;
                 const F g_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                const I noise_2 = word_xor_2 ^ rotl(word, word_add);       // 32 random bits: hash(element, tensor, step)
                 const I word_and_2 = noise_2 & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
@@ -815,23 +870,9 @@ struct ademamix_float16 {
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                const I noise = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
-                const F g_abs_2 = abs(exp_avg_slow);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                take_larger(exp_avg_slow_top, bits(g_abs_2), i, end);
-                store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_slow_kept + i, exp_avg_slow);
-                store(noise_2_kept + i, noise_2);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            exp_avg_slow_top_kept[b] = exp_avg_slow_top;
         }
 
         // -- blocks
@@ -877,27 +918,33 @@ struct ademamix_float16 {
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_slow = load(exp_avg_slow_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
                 const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const F g_mul_2(g_mul_2_kept[b]);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg_slow = load(exp_avg_slow_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
+                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
+            }
         }
 
         // -- blocks

@@ -126,9 +126,9 @@ struct adopt_float32 {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                take_larger(exp_avg_top, bits(p_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -340,27 +340,38 @@ struct adopt_bfloat16 {
                 const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
                 const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F p_2 = fma(minus_lr, exp_avg, p);                           // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
                 const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const F p_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                take_larger(exp_avg_top, bits(p_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/adopt.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr, exp_avg, p);                           // 31  p = p - lr * exp_avg
+                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
         }
 
         // -- blocks
@@ -617,9 +628,9 @@ struct adopt_float16 {
                 const I p_kept = p_word;
                 const F p_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                take_larger(exp_avg_top, bits(p_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -882,9 +893,9 @@ struct adopt_float32_decoupled_weight_decay {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -1088,36 +1099,44 @@ struct adopt_bfloat16_decoupled_weight_decay {
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
                 const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
                 const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
-                const F p_2 = scalar_0 * p;
-                const F p_3 = fma(minus_lr, exp_avg, p_2);                         // 31  p = p - lr * exp_avg
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
                 const F exp_avg_sq_2 = fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/adopt.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+                const F p_2 = scalar_0 * p;
+                const F p_3 = fma(minus_lr, exp_avg, p_2);                         // 31  p = p - lr * exp_avg
+                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
         }
 
         // -- blocks
@@ -1338,6 +1357,34 @@ struct adopt_float16_decoupled_weight_decay {
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
+                const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
+                // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+                const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
+                const F exp_avg_sq_2 = fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const F g_abs = abs(exp_avg);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(noise_kept + i, noise);
+                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+            largest_of_block_2_kept[b] = largest_of_block_2;
+            smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/adopt.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -1349,23 +1396,13 @@ struct adopt_float16_decoupled_weight_decay {
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-                const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-                // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-                const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
-                const F p_2 = scalar_0 * p;
-                const F p_3 = fma(minus_lr, exp_avg, p_2);                 // 31  p = p - lr * exp_avg
-                // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-                const F exp_avg_sq_2 = fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq);
+                const F p_2 = scalar_0 * p;                 // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+                const F p_3 = fma(minus_lr, exp_avg, p_2);  // 31  p = p - lr * exp_avg
                 const I g_bitcast = bits(p_3);
                 const I p_sign = g_bitcast >> 16 & 32768;
                 const I p_magnitude = g_bitcast & 2147483647;
                 const F g_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
@@ -1374,20 +1411,9 @@ struct adopt_float16_decoupled_weight_decay {
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const F g_abs = abs(exp_avg);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
-            smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks

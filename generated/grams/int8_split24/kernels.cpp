@@ -45,9 +45,9 @@ struct grams_float32 {
         const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -105,7 +105,6 @@ struct grams_float32 {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const F g_2 = grad_scale * g;
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -113,28 +112,38 @@ struct grams_float32 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 20  p = decoupled(p, lr, weight_decay)
-                // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg) / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(p_at + i, p_3);
+                store(g_sqrt_kept + i, g_sqrt);
+                store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update  (specs/grams.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F g_sqrt = load(g_sqrt_kept + i);
+                const F g = Grad::load(g_at + i);
+                const F g_2 = grad_scale * g;
+                const F p = load(p_at + i);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
+                // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg) / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                store(p_at + i, p_3);
+            }
         }
 
         // -- blocks
@@ -184,7 +193,7 @@ struct grams_float32 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -286,9 +295,9 @@ struct grams_bfloat16 {
         const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -347,7 +356,6 @@ struct grams_bfloat16 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const F g = grad_scale * g_cast;
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -355,32 +363,44 @@ struct grams_bfloat16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 20  p = decoupled(p, lr, weight_decay)
-                // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg) / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
+                store(g_sqrt_kept + i, g_sqrt);
+                store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/grams.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F g_sqrt = load(g_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const F g_stored = Grad::load(g_at + i);
+                const F g_cast = g_stored;
+                const F g = grad_scale * g_cast;
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 20  p = decoupled(p, lr, weight_decay)
+                // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg) / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
         }
 
         // -- blocks
@@ -430,7 +450,7 @@ struct grams_bfloat16 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -557,9 +577,9 @@ struct grams_float16 {
         const F minus_lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -618,7 +638,6 @@ struct grams_float16 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const F g = grad_scale * g_cast;
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -626,6 +645,34 @@ struct grams_float16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I exp_avg_sq_pattern = bits(g_sqrt);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(g_sqrt_kept + i, g_sqrt);
+                store(noise_kept + i, noise);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/grams.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const F g_sqrt = load(g_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const F g_stored = Grad::load(g_at + i);
+                const F g_cast = g_stored;
+                const F g = grad_scale * g_cast;
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -637,12 +684,7 @@ struct grams_float16 {
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
-                // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;         // 20  p = decoupled(p, lr, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
                 // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
                 const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g) * abs(exp_avg) / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I g_bitcast = bits(p_3);
@@ -650,9 +692,6 @@ struct grams_float16 {
                 const I p_magnitude = g_bitcast & 2147483647;
                 const F g_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
@@ -661,17 +700,9 @@ struct grams_float16 {
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
-                store(exp_avg_kept + i, exp_avg);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
@@ -721,7 +752,7 @@ struct grams_float16 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }

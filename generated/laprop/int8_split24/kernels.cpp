@@ -121,9 +121,9 @@ struct laprop_float32 {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -318,35 +318,43 @@ struct laprop_bfloat16 {
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);    // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
                 const F exp_avg = fma(scalar_2, g_cast / (g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p);  // 23  p = p - lr / (1 - beta1**t) * exp_avg
-                const F p_3 = one_minus_lr_times_weight_decay * p_2;                 // 24  p = decoupled(p, lr, weight_decay)
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/laprop.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);    // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p);  // 23  p = p - lr / (1 - beta1**t) * exp_avg
+                const F p_3 = one_minus_lr_times_weight_decay * p_2;                 // 24  p = decoupled(p, lr, weight_decay)
+                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
         }
 
         // -- blocks
@@ -558,6 +566,34 @@ struct laprop_float16 {
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
+                const F g_cast = g_stored;
+                // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
+                const F g_sqrt = sqrt(exp_avg_sq_2);
+                // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+                const F exp_avg = fma(scalar_2, g_cast / (g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const F g_abs = abs(exp_avg);
+                const I exp_avg_sq_pattern = bits(g_sqrt);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(noise_kept + i, noise);
+                store(g_sqrt_kept + i, g_sqrt);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+            largest_of_block_2_kept[b] = largest_of_block_2;
+            smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/laprop.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F exp_avg = load(exp_avg_kept + i);
+                const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -569,12 +605,6 @@ struct laprop_float16 {
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F g_cast = g_stored;
-                // 20  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
-                // 22  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-                const F exp_avg = fma(scalar_2, g_cast / (g_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p);  // 23  p = p - lr / (1 - beta1**t) * exp_avg
                 const F p_3 = one_minus_lr_times_weight_decay * p_2;                 // 24  p = decoupled(p, lr, weight_decay)
                 const I g_bitcast = bits(p_3);
@@ -582,9 +612,6 @@ struct laprop_float16 {
                 const I p_magnitude = g_bitcast & 2147483647;
                 const F g_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
@@ -593,20 +620,9 @@ struct laprop_float16 {
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const F g_abs = abs(exp_avg);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
-            smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks

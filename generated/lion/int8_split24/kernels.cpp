@@ -94,7 +94,7 @@ struct lion_float32 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_3);
@@ -244,7 +244,7 @@ struct lion_bfloat16 {
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const F g_abs = abs(exp_avg);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store_half<2>(p_at + i, p_word);
@@ -440,7 +440,7 @@ struct lion_float16 {
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
                 const F g_abs = abs(exp_avg);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);

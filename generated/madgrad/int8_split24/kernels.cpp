@@ -126,9 +126,9 @@ struct madgrad_float32 {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F s_scale_abs = abs(s);
-                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -347,9 +347,9 @@ struct madgrad_bfloat16 {
                 const I p_word = min(bits(z), I(2143289344)) + ((noise & 255) + 32768);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
-                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -613,9 +613,9 @@ struct madgrad_float16 {
                 const I p_kept = p_word;
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
-                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -874,9 +874,9 @@ struct madgrad_float32_has_momentum {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F s_scale_abs = abs(s);
-                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -1095,9 +1095,9 @@ struct madgrad_bfloat16_has_momentum {
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
-                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -1362,9 +1362,9 @@ struct madgrad_float16_has_momentum {
                 const I p_kept = p_word;
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
-                take_larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                take_smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                take_larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);

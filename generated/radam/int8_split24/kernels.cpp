@@ -46,9 +46,9 @@ struct radam_float32 {
         const F lr_over_one_minus_beta1_pow_t(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float p_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -121,23 +121,32 @@ struct radam_float32 {
                 // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
-                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-                const F denom = where(0.0f < scalar_3, adaptive * (p_sqrt + eps), F(1.0f));
-                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p);
                 const I exp_avg_sq_pattern = bits(p_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(exp_avg_kept + i, exp_avg);
-                store(p_at + i, p_2);
+                store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update  (specs/radam.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F p_sqrt = load(p_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F p = load(p_at + i);
+                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
+                const F denom = where(0.0f < scalar_3, adaptive * (p_sqrt + eps), F(1.0f));
+                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p);
+                store(p_at + i, p_2);
+            }
         }
 
         // -- blocks
@@ -187,7 +196,7 @@ struct radam_float32 {
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(p_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -293,9 +302,9 @@ struct radam_bfloat16 {
         const F lr_over_one_minus_beta1_pow_t(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float p_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -370,25 +379,37 @@ struct radam_bfloat16 {
                 // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
                 const F p_sqrt = sqrt(exp_avg_sq_2);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I exp_avg_sq_pattern = bits(p_sqrt);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                store(p_sqrt_kept + i, p_sqrt);
+                store(exp_avg_kept + i, exp_avg);
+                store(noise_kept + i, noise);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/radam.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F p_sqrt = load(p_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
                 const F denom = where(0.0f < scalar_3, adaptive * (p_sqrt + eps), F(1.0f));
                 // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
-                const I exp_avg_sq_pattern = bits(p_sqrt);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(p_sqrt_kept + i, p_sqrt);
-                store(exp_avg_kept + i, exp_avg);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
@@ -438,7 +459,7 @@ struct radam_bfloat16 {
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(p_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -674,8 +695,8 @@ struct radam_float16 {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
                 const I exp_avg_sq_pattern = bits(p_sqrt);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(exp_avg_kept + i, exp_avg);
@@ -733,7 +754,7 @@ struct radam_float16 {
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(p_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -881,9 +902,9 @@ struct radam_float32_decoupled_weight_decay {
         const F lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -948,30 +969,38 @@ struct radam_float32_decoupled_weight_decay {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
                 // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
-                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-                const F denom = where(0.0f < scalar_4, adaptive * (g_sqrt + eps), F(1.0f));
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 22  p = decoupled(p, lr, weight_decay)
-                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p_2);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(exp_avg_kept + i, exp_avg);
-                store(p_at + i, p_3);
+                store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update  (specs/radam.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F p = load(p_at + i);
+                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
+                const F denom = where(0.0f < scalar_4, adaptive * (g_sqrt + eps), F(1.0f));
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
+                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p_2);
+                store(p_at + i, p_3);
+            }
         }
 
         // -- blocks
@@ -1021,7 +1050,7 @@ struct radam_float32_decoupled_weight_decay {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -1125,9 +1154,9 @@ struct radam_bfloat16_decoupled_weight_decay {
         const F lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -1192,35 +1221,44 @@ struct radam_bfloat16_decoupled_weight_decay {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I exp_avg_sq_pattern = bits(g_sqrt);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_kept + i, exp_avg);
+                store(noise_kept + i, noise);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/radam.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
                 const F denom = where(0.0f < scalar_4, adaptive * (g_sqrt + eps), F(1.0f));
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 22  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
-                store(exp_avg_kept + i, exp_avg);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
@@ -1270,7 +1308,7 @@ struct radam_bfloat16_decoupled_weight_decay {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -1399,9 +1437,9 @@ struct radam_float16_decoupled_weight_decay {
         const F lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -1466,6 +1504,32 @@ struct radam_float16_decoupled_weight_decay {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const F g_cast = g_stored;
+                // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
+                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I exp_avg_sq_pattern = bits(g_sqrt);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_kept + i, exp_avg);
+                store(noise_kept + i, noise);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- elements: decode, update, encode  (specs/radam.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -1477,15 +1541,9 @@ struct radam_float16_decoupled_weight_decay {
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F g_cast = g_stored;
-                // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
-                // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
                 const F denom = where(0.0f < scalar_4, adaptive * (g_sqrt + eps), F(1.0f));
-                const F p_2 = one_minus_lr_times_weight_decay * p;         // 22  p = decoupled(p, lr, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p_2);
                 const I g_bitcast = bits(p_3);
@@ -1493,9 +1551,6 @@ struct radam_float16_decoupled_weight_decay {
                 const I p_magnitude = g_bitcast & 2147483647;
                 const F g_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
@@ -1504,17 +1559,9 @@ struct radam_float16_decoupled_weight_decay {
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                take_larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
-                store(exp_avg_kept + i, exp_avg);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
@@ -1564,7 +1611,7 @@ struct radam_float16_decoupled_weight_decay {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                take_larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }

@@ -100,8 +100,8 @@ struct rmsprop_float32 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_2);
@@ -273,8 +273,8 @@ struct rmsprop_bfloat16 {
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I square_avg_pattern = bits(p_sqrt);
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store_half<2>(p_at + i, p_word);
@@ -491,8 +491,8 @@ struct rmsprop_float16 {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
                 const I square_avg_pattern = bits(p_sqrt);
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -725,9 +725,9 @@ struct rmsprop_float32_has_momentum {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F p_abs = abs(momentum_buffer);
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(momentum_buffer_kept + i, momentum_buffer);
@@ -855,9 +855,9 @@ struct rmsprop_bfloat16_has_momentum {
         const F minus_lr(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
+        alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float p_sqrt_kept[TILE];
-        alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
@@ -930,25 +930,36 @@ struct rmsprop_bfloat16_has_momentum {
                 const F p_sqrt = sqrt(square_avg_2);
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I square_avg_pattern = bits(p_sqrt);
                 const F p_abs = abs(momentum_buffer);
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
             momentum_buffer_top_kept[b] = momentum_buffer_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/rmsprop.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
+                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
         }
 
         // -- blocks
@@ -1194,9 +1205,9 @@ struct rmsprop_float16_has_momentum {
                 const I p_kept = p_word;
                 const I square_avg_pattern = bits(p_sqrt);
                 const F p_abs = abs(momentum_buffer);
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(momentum_buffer_kept + i, momentum_buffer);
@@ -1450,8 +1461,8 @@ struct rmsprop_float32_centered {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -1508,7 +1519,7 @@ struct rmsprop_float32_centered {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -1692,8 +1703,8 @@ struct rmsprop_bfloat16_centered {
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -1751,7 +1762,7 @@ struct rmsprop_bfloat16_centered {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -1980,8 +1991,8 @@ struct rmsprop_float16_centered {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -2039,7 +2050,7 @@ struct rmsprop_float16_centered {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -2298,9 +2309,9 @@ struct rmsprop_float32_centered_has_momentum {
                 const I noise = word_xor_2 ^ rotl(word, word_add);           // 32 random bits: hash(element, tensor, step)
                 const F p_abs = abs(momentum_buffer);
                 const I noise_2 = word_xor_3 ^ rotl(word_2, word_add);       // 32 random bits: hash(element, tensor, step)
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -2356,27 +2367,33 @@ struct rmsprop_float32_centered_has_momentum {
             const I square_avg_scale(square_avg_scale_kept[b]);
             const I p_add_2(p_add_2_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
-            const F p_mul_2(p_mul_2_kept[b]);
             I grad_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
-                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
             grad_avg_top_kept[b] = grad_avg_top;
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const F p_mul_2(p_mul_2_kept[b]);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
+                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
+            }
         }
 
         // -- blocks
@@ -2480,11 +2497,11 @@ struct rmsprop_bfloat16_centered_has_momentum {
         alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t word_xor_3_kept[TILE / 8];
+        alignas(64) float momentum_buffer_kept[TILE];
+        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t square_avg_pattern_kept[TILE];
         alignas(64) float grad_avg_kept[TILE];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) float grad_avg_value_kept[TILE];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
@@ -2588,28 +2605,39 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 const I noise_2 = word_xor_2 ^ rotl(word, word_add);               // 32 random bits: hash(element, tensor, step)
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise_2 & 255) + 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I noise = word_xor_3 ^ rotl(word_2, word_add);               // 32 random bits: hash(element, tensor, step)
                 const F p_abs = abs(momentum_buffer);
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                store(momentum_buffer_kept + i, momentum_buffer);
+                store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_2_kept + i, noise_2);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
             momentum_buffer_top_kept[b] = momentum_buffer_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/rmsprop.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
+                const I p_word = min(bits(p_2), I(2143289344)) + ((noise_2 & 255) + 32768);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
         }
 
         // -- blocks
@@ -2655,27 +2683,33 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const I square_avg_scale(square_avg_scale_kept[b]);
             const I p_add_2(p_add_2_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
-            const F p_mul_2(p_mul_2_kept[b]);
             I grad_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
-                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
             grad_avg_top_kept[b] = grad_avg_top;
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const F p_mul_2(p_mul_2_kept[b]);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
+                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
+            }
         }
 
         // -- blocks
@@ -2940,9 +2974,9 @@ struct rmsprop_float16_centered_has_momentum {
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I noise = word_xor_3 ^ rotl(word_2, word_add);         // 32 random bits: hash(element, tensor, step)
                 const F p_abs = abs(momentum_buffer);
-                take_larger(largest_of_block, square_avg_pattern, i, end);
-                take_smaller(smallest_of_block, square_avg_pattern, i, end);
-                take_larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -2999,27 +3033,33 @@ struct rmsprop_float16_centered_has_momentum {
             const I square_avg_scale(square_avg_scale_kept[b]);
             const I p_add_2(p_add_2_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
-            const F p_mul_2(p_mul_2_kept[b]);
             I grad_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
                 const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
-                take_larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
             grad_avg_top_kept[b] = grad_avg_top;
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const F p_mul_2(p_mul_2_kept[b]);
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
+                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
+            }
         }
 
         // -- blocks

@@ -123,9 +123,9 @@ struct rprop_float32 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(prev_top, bits(prev_scale_abs), i, end);
-                take_larger(largest_of_block_2, step_size_pattern, i, end);
-                take_smaller(smallest_of_block, step_size_pattern, i, end);
+                prev_top = larger(prev_top, bits(prev_scale_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, step_size_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(step_size_pattern_kept + i, step_size_pattern);
                 store(prev_kept + i, prev);
@@ -339,9 +339,9 @@ struct rprop_bfloat16 {
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const F prev_scale_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
-                take_larger(prev_top, bits(prev_scale_abs), i, end);
-                take_larger(largest_of_block_2, step_size_pattern, i, end);
-                take_smaller(smallest_of_block, step_size_pattern, i, end);
+                prev_top = larger(prev_top, bits(prev_scale_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, step_size_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(step_size_pattern_kept + i, step_size_pattern);
                 store(prev_kept + i, prev);
@@ -601,9 +601,9 @@ struct rprop_float16 {
                 const I p_kept = p_word;
                 const F prev_scale_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
-                take_larger(prev_top, bits(prev_scale_abs), i, end);
-                take_larger(largest_of_block_2, step_size_pattern, i, end);
-                take_smaller(smallest_of_block, step_size_pattern, i, end);
+                prev_top = larger(prev_top, bits(prev_scale_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, step_size_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(step_size_pattern_kept + i, step_size_pattern);
                 store(prev_kept + i, prev);

@@ -225,7 +225,7 @@ struct sgd_float32_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_2);
@@ -353,19 +353,30 @@ struct sgd_bfloat16_has_momentum {
                 const F g_stored = Grad::load(g_at + i);
                 // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(momentum_buffer_scale_mul, momentum_buffer_code_2 / (254.0f - momentum_buffer_bend), fma(scalar_2, p, scalar_1 * g_stored));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 25  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const F momentum_buffer_scale_abs = abs(momentum_buffer);
-                take_larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
+            }
+            momentum_buffer_top_kept[b] = momentum_buffer_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/sgd.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 25  p = p - lr * update
+                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
         // -- blocks
@@ -538,7 +549,7 @@ struct sgd_float16_has_momentum {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
                 const F momentum_buffer_scale_abs = abs(momentum_buffer);
-                take_larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -719,7 +730,7 @@ struct sgd_float32_nesterov_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_2);
@@ -866,7 +877,7 @@ struct sgd_bfloat16_nesterov_has_momentum {
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const F p_abs = abs(momentum_buffer);
-                take_larger(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store_half<2>(p_at + i, p_word);
@@ -1058,7 +1069,7 @@ struct sgd_float16_nesterov_has_momentum {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
                 const F p_abs = abs(momentum_buffer);
-                take_larger(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);

@@ -226,7 +226,7 @@ struct sgdw_float32_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_3);
@@ -351,25 +351,33 @@ struct sgdw_bfloat16_has_momentum {
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(scalar_1, g_stored, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 24  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr, momentum_buffer, p_2);                 // 25  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const F g_abs = abs(momentum_buffer);
-                take_larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
+            }
+            momentum_buffer_top_kept[b] = momentum_buffer_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/sgdw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 24  p = decoupled(p, lr, weight_decay)
+                const F p_3 = fma(minus_lr, momentum_buffer, p_2);                 // 25  p = p - lr * update
+                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
         // -- blocks
@@ -514,6 +522,24 @@ struct sgdw_float16_has_momentum {
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
+                // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+                const F momentum_buffer = fma(scalar_1, g_stored, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const F g_abs = abs(momentum_buffer);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                store(momentum_buffer_kept + i, momentum_buffer);
+                store(noise_kept + i, noise);
+            }
+            momentum_buffer_top_kept[b] = momentum_buffer_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/sgdw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -525,8 +551,6 @@ struct sgdw_float16_has_momentum {
                 const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-                const F momentum_buffer = fma(scalar_1, g_stored, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, momentum_buffer, p_2);  // 25  p = p - lr * update
                 const I g_bitcast = bits(p_3);
@@ -534,9 +558,6 @@ struct sgdw_float16_has_momentum {
                 const I p_magnitude = g_bitcast & 2147483647;
                 const F g_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
@@ -545,14 +566,9 @@ struct sgdw_float16_has_momentum {
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const F g_abs = abs(momentum_buffer);
-                take_larger(momentum_buffer_top, bits(g_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
         // -- blocks
@@ -726,7 +742,7 @@ struct sgdw_float32_nesterov_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                take_larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_2);
@@ -852,9 +868,6 @@ struct sgdw_bfloat16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
@@ -862,20 +875,33 @@ struct sgdw_bfloat16_nesterov_has_momentum {
                 const F g_cast = g_stored;
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(scalar_1, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                // 25  p = p - lr * update
-                const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 const F g_abs = abs(momentum_buffer);
-                take_larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
+            }
+            momentum_buffer_top_kept[b] = momentum_buffer_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/sgdw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F g_cast = g_stored;
+                // 25  p = p - lr * update
+                const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast));
+                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
         // -- blocks
@@ -1021,6 +1047,29 @@ struct sgdw_float16_nesterov_has_momentum {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
                 const I word = spread(word_kept, i);
+                const F g_stored = Grad::load(g_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
+                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
+                const F g_cast = g_stored;
+                // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+                const F momentum_buffer = fma(scalar_1, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, step)
+                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const F g_abs = abs(momentum_buffer);
+                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                store(momentum_buffer_kept + i, momentum_buffer);
+                store(noise_kept + i, noise);
+            }
+            momentum_buffer_top_kept[b] = momentum_buffer_top;
+        }
+
+        // -- elements: decode, update, encode  (specs/sgdw.py)
+        for (int b = 0; b < blocks; b++) {
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -1033,12 +1082,7 @@ struct sgdw_float16_nesterov_has_momentum {
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
-                // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-                const F momentum_buffer = fma(scalar_1, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 // 25  p = p - lr * update
                 const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast));
                 const I p_bitcast = bits(p_2);
@@ -1046,9 +1090,6 @@ struct sgdw_float16_nesterov_has_momentum {
                 const I p_magnitude = p_bitcast & 2147483647;
                 const F p_bitcast_2 = as_float(p_magnitude);
                 const F p_steps = 4294967296.0f * p_bitcast_2;
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, step)
-                const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
@@ -1057,14 +1098,9 @@ struct sgdw_float16_nesterov_has_momentum {
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept = p_word;
-                const F g_abs = abs(momentum_buffer);
-                take_larger(momentum_buffer_top, bits(g_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept);
             }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
         // -- blocks

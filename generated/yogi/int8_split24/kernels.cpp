@@ -122,9 +122,9 @@ struct yogi_float32 {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2 + 0.0f));
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -340,9 +340,9 @@ struct yogi_bfloat16 {
                 const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2 + 0.0f));
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -604,9 +604,9 @@ struct yogi_float16 {
                 const I p_kept = p_word;
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2 + 0.0f));
-                take_larger(exp_avg_top, bits(g_abs), i, end);
-                take_larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
-                take_smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);

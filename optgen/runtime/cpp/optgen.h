@@ -47,16 +47,16 @@ struct Larger {
 struct Smaller {
     I operator()(I a, I b) const { return min(a, b); }
 };
-// The largest (smallest) so far, lanes from `end` on left out.
-inline void take_larger(I &most, I x, int i, int end) {
+// The larger (smaller) of what was found so far and x, lanes from `end` on left out.
+inline I larger(I most, I x, int i, int end) {
     if (__builtin_expect(i + W > end, 0))
         x = where(iota(i) < I(end), x, I(INT32_MIN));
-    most = max(most, x);
+    return max(most, x);
 }
-inline void take_smaller(I &least, I x, int i, int end) {
+inline I smaller(I least, I x, int i, int end) {
     if (__builtin_expect(i + W > end, 0))
         x = where(iota(i) < I(end), x, I(INT32_MAX));
-    least = min(least, x);
+    return min(least, x);
 }
 inline I largest(const I *rows) { return across(rows, Larger()); }
 inline I smallest(const I *rows) { return across(rows, Smaller()); }
