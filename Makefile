@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 WORKERS ?= auto
 
-.PHONY: help setup demo test test-full lint build check kernels gpu-check wheel clean
+.PHONY: help setup demo test test-full lint build check kernels gpu-check bench-cpu wheel clean
 
 help:
 	@echo "make demo        train a small language model with generated optimizers beside torch's AdamW"
@@ -12,6 +12,7 @@ help:
 	@echo "make build       print generated/ again from specs/; make check only compares"
 	@echo "make kernels     instructions per element of every Triton kernel (no GPU needed)"
 	@echo "make gpu-check   tests and benchmarks on this machine's GPU"
+	@echo "make bench-cpu   benchmarks on this machine's CPU, beside the peers that are installed"
 	@echo "make wheel       build dist/*.whl"
 
 setup:
@@ -44,6 +45,9 @@ kernels: setup
 
 gpu-check: setup
 	$(PY) tools/gpu_check.py $(ARGS)
+
+bench-cpu: setup
+	@$(PY) tools/bench_cpu.py $(ARGS)
 
 wheel: setup
 	$(PY) -m hatchling build -t wheel
