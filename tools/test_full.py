@@ -161,10 +161,10 @@ def report(outcomes: Sequence[Outcome], kernels: Sequence[Kernels]) -> str:
         "# The whole product",
         "",
         "Written by `python tools/test_full.py`; see there for what is run.  A cell is a rule under a plan, with one",
-        "parameter dtype, one setting of its flags and one size class.  It is right if the strict Triton kernel and the",
-        "strict C++ kernel give the bits of the eager reference and every step stays within the bound that is derived",
-        "for it from the rule and the formats; error / bound is at most 1 then, and near 1 where the bound is tight.  Where fp32 itself or",
-        "a scale overflows, nothing is promised: the last column.",
+        "parameter dtype, one setting of its flags and one size class.  It is right if the strict Triton kernel and",
+        "the strict C++ kernel give the bits of the eager reference and every step stays within the bound that is",
+        "derived for it from the rule and the formats; error / bound is at most 1 then, and near 1 where the bound is",
+        "tight.  Where fp32 itself or a scale overflows, nothing is promised: the last column.",
         "",
         f"**{len(outcomes) - len(bad)} of {len(outcomes)} cells are right**: {len(product.SPECS)} rules,"
         f" {len(product.PLANS)} plans, {', '.join(product.PARAMS)} parameters; {STEPS} steps on tensors of shapes"
