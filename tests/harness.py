@@ -84,7 +84,7 @@ class Pair:
         out = {}
         for b in self.schedule.program.buffers:
             if b.role == "param":
-                out[b.name] = weight.to(getattr(torch, b.dtype.torch))
+                out[b.name] = weight.to(getattr(torch, b.dtype.torch), copy=True)
             elif b.role != "grad":
                 size = shape if not b.space.size else (rows, -(-columns // b.space.size))
                 biased = b.dtype.name == "u8" and (b.role == "weight" or not b.owner.endswith("sq"))

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from optgen.runtime import Field, Flag, Hyper, Optimizer, Variant, arena, cpu, launch, native, plans, replay
 from optgen.runtime.arena import Arena
+from optgen.runtime.bucket import Bucket
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,6 +65,10 @@ template <class G> struct momentum {
 }
 #define EXPORT extern "C" __attribute__((visibility("default")))
 EXPORT const char *optgen_stamp() { return OPTGEN_STAMP; }
+EXPORT const int32_t *optgen_layout() {
+    static const int32_t out[] = {3, 1, 3, 4, 0, sizeof(OPTGEN_GRAD::type), 0, 4, 0};
+    return out;
+}
 EXPORT int32_t optgen_step(const int64_t *table, int64_t tensors, const float *scalars, int32_t key, int32_t threads) {
     (void)key;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -665,13 +670,30 @@ def test_a_lock_whose_holder_died(folder: Path) -> None:
 def test_what_killed_processes_left_is_removed(folder: Path) -> None:
     (path,) = kernel_files(folder)
     path.unlink()
-    old, new = folder / ".new-old", folder / ".new-new"
-    for left in (old, new):
+    old, new = folder / ".optgen-new-old", folder / ".optgen-new-new"
+    foreign = folder / "poetry.lock"
+    for left in (old, new, foreign):
         left.write_bytes(b"half a library")
     os.utime(old, (1, 1))
+    os.utime(foreign, (1, 1))
     trained()
     assert not old.exists()
     assert new.exists()
+    assert foreign.exists()  # the folder is the user's to name
+
+
+def test_a_kernel_for_other_tables_is_refused(folder: Path) -> None:
+    """A plan that was printed again after its tables were imported: addresses would stand in the wrong columns."""
+    plan = plan_module("another", KERNELS.replace("{3, 1, 3, 4, 0,", "{3, 1, 4, 4, 0,"))
+    native_kernel = cpu.kernels([bucket_of(plan)])[0]
+    assert isinstance(native_kernel, native.Unavailable)
+    assert "printed again" in str(native_kernel)
+    assert not isinstance(cpu.kernels([bucket_of(plan_module())])[0], native.Unavailable)
+
+
+def bucket_of(plan: types.ModuleType) -> Bucket:
+    variant = plan.VARIANTS[0]
+    return Bucket(0, plan, variant, "cpp", torch.device("cpu"), torch.float32, 0, ())
 
 
 def start(text: str, **environment: str) -> subprocess.Popen[str]:

@@ -28,22 +28,27 @@ SHARE = 8  # elements that share a hash (lower/noise.py)
 WORTH = 6  # operations from which on a loop of their own pays
 
 _TYPE: Mapping[str, str] = {"f32": "F", "bool": "M"}  # all else is whole numbers, or bits, in an I
-_KEPT: Mapping[str, str] = {"F": "float", "I": "int32_t"}
+_KEPT: Mapping[str, str] = {"F": "float", "I": "int32_t", "M": "int32_t"}
 _STORED: Mapping[str, str] = {
     "f32": "float", "bf16": "uint16_t", "f16": "uint16_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t",
     "u8": "uint8_t",
 }  # fmt: skip
 # What the printed functions name themselves, call or receive, and C++'s own words.
 RESERVED = frozenset(
-    "at blocks live end first step_key stream_key scalars b i W F I M Grad TILE BLOCK BLOCKS COLUMNS tile "
-    "count abs min max fma where sign floor rint sqrt bits as_float to_int to_float lshr rotl lane spread "
-    "load store larger smaller widened counter joined raw store_byte store_half U8 U16 I16 widen_half "
-    "narrow_half extend16 iota largest smallest across ramp run walk staged Column Tensor Larger Smaller "
-    "float32 bfloat16 float16 alignas auto bool break case catch char class const continue default delete do "
-    "double else enum explicit extern false float for friend goto if inline int long mutable namespace new "
-    "operator private protected public register return short signed sizeof static struct switch template this "
-    "throw true try typedef union unsigned using virtual void volatile while int8_t uint8_t int16_t uint16_t "
-    "int32_t int64_t INFINITY NAN INT32_MIN INT32_MAX memcpy memset".split()
+    "abs across alignas alignof and and_eq as_float asm at auto b bfloat16 bitand bitor bits BLOCK BLOCKS "
+    "blocks bool break bytes_of_lanes case catch char char16_t char32_t char8_t class co_await co_return "
+    "co_yield Column COLUMNS compl concept const const_cast consteval constexpr constinit continue count "
+    "counter decltype default delete do double dynamic_cast else end enum explicit export extend16 extern F "
+    "false first float float16 float32 floor fma for friend goto Grad halves halves_of_lanes I i I16 if "
+    "INFINITY inline int int16_t INT32_MAX INT32_MIN int32_t int64_t int8_t iota joined lane Larger larger "
+    "largest live load long low16 lshr M mask max memcpy memset min mutable namespace NAN narrow narrow_half "
+    "new noexcept not not_eq NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL optgen_layout "
+    "OPTGEN_ONCE OPTGEN_SIMD OPTGEN_STAMP optgen_stamp optgen_step or or_eq private protected public ramp raw "
+    "read_row register reinterpret_cast requires return rint rotl run SCALARS scalars short sign signed "
+    "sizeof Smaller smaller smallest spread sqrt staged static static_assert static_cast step_key store "
+    "store_byte store_half stream_key struct switch template Tensor this thread_local throw TILE tile "
+    "to_float to_int true try typedef typeid typename U16 U8 uint16_t uint8_t union unsigned using V4d V4f "
+    "V4i V4u virtual void volatile W walk wchar_t where while widen widen_half widened width xor xor_eq".split()
 )
 
 
@@ -139,8 +144,10 @@ def _choice(p: Printer, n: Node) -> Text:
 
 def _limit(name: str) -> Spelling:
     def spell(p: Printer, n: Node) -> Text:
-        args = [f"{type_of(a.dtype)}({p.text(a)})" if a.op == "const" else p.text(a) for a in n.args]
-        return f"{name}({', '.join(args)})", ATOM
+        # A constant stands first: where the two are equal, zeros of either sign or a NaN, the second one is kept.
+        args = sorted(n.args, key=lambda a: a.op != "const")
+        texts = [f"{type_of(a.dtype)}({p.text(a)})" if a.op == "const" else p.text(a) for a in args]
+        return f"{name}({', '.join(texts)})", ATOM
 
     return spell
 
@@ -175,6 +182,11 @@ def _bitcast(p: Printer, n: Node) -> Text:
     return p.express(x)
 
 
+def _sym(p: Printer, n: Node) -> Text:
+    assert isinstance(p, CppPrinter)
+    return p.phases.scalar[str(n.attr)], ATOM
+
+
 def _load(p: Printer, n: Node) -> Text:
     assert isinstance(p, CppPrinter)
     if n.attr == "g":
@@ -186,11 +198,11 @@ SPELL: dict[str, Spelling] = {
     **dict.fromkeys(_INFIX, _infix),
     "mul": _mul,
     "const": _const,
-    "sym": lambda p, n: (str(n.attr), ATOM),
+    "sym": _sym,
     "key": lambda p, n: (str(n.attr), ATOM),
     "index": lambda p, n: ("(I(first) + iota(i))", ATOM),
     "load": _load,
-    "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
+    "neg": lambda p, n: (f"-{p.text(n.args[0], 31)}", 30),
     "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
     "abs": _call("abs"),
     "min": _limit("min"),
@@ -247,8 +259,9 @@ class Phases:
         self.words: list[Let] = []  # one value for eight elements
         bound = {let.node.uid for let in sweep.lets}
         self.name: dict[int, str] = {}
-        self._taken = set(RESERVED) | {let.name for let in self.program.host}
-        self._taken |= {f"{b.name}_at" for b in self.program.buffers}
+        self._taken = set(RESERVED) | {f"{b.name}_at" for b in self.program.buffers}
+        # Scalars keep their position; a name that means something here gets another.
+        self.scalar = {let.name: self._fresh(let.name) for let in self.program.host}
         for let in sweep.lets:
             self._name(let.node, let.name)
             if self._shared[let.node.uid]:
@@ -291,14 +304,19 @@ class Phases:
             return False
         return all(self._shared[a.uid] or a.space.name == "host" for a in n.args)
 
-    def _name(self, n: Node, wanted: str) -> None:
-        base = f"{wanted}_" if wanted in RESERVED else wanted
+    def _fresh(self, wanted: str) -> str:
+        """A name that nothing else has; arrays are called `<name>_kept`, so no name ends like that."""
+        base = f"{wanted}_" if wanted in RESERVED or wanted.endswith("_kept") else wanted
         name, k = base, 1
         while name in self._taken:
             k += 1
             name = f"{base}_{k}"
         self._taken.add(name)
-        self.name.setdefault(n.uid, name)
+        return name
+
+    def _name(self, n: Node, wanted: str) -> None:
+        if n.uid not in self.name:
+            self.name[n.uid] = self._fresh(wanted)
 
     def _trivial(self, n: Node) -> bool:
         """Whether it is cheaper to compute n again than to keep it: it only looks differently at a named value."""
@@ -381,6 +399,9 @@ class Phases:
                 else:
                     stay |= self._computed([_wanted(s.node)], own, set())
             gone = self._computed([_wanted(s.node) for s in leaving], own, stop)
+            written = {s.buffer for s in phase.stores if all(s is not x for x in leaving)}
+            if written & {n.attr for n in gone.values() if n.op == "load"}:
+                continue  # the first loop would overwrite what the second one reads
             if not leaving or _cost(n for uid, n in gone.items() if uid in stay) > 1:
                 continue
             apart = Phase(elements=[let for let in phase.elements if let.node.uid in gone], stores=leaving)
@@ -443,10 +464,10 @@ def _wanted(node: Node) -> Node:
 
 def _shifted(node: Node) -> tuple[Node, int, int] | None:
     """(word, bits, size) of what is the `size` bits of a word above its lowest `bits`, whole bytes."""
+    size = int(node.dtype.bits)
     while node.op in ("cast", "bitcast") and node.dtype.name in ("u8", "i16", "bf16", "f16"):
-        size = int(node.dtype.bits)
         (node,) = node.args
-    if node.op in ("shr", "lshr") and node.dtype.name == "i32" and node.args[1].attr in (8, 16, 24):
+    if size < 32 and node.op in ("shr", "lshr") and node.args[1].attr in (8, 16, 24):
         bits = int(node.args[1].attr)
         return (node.args[0], bits, size) if bits + size <= 32 and node.space.name == "elem" else None
     return None
@@ -475,7 +496,7 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     blocked = program.block > 1
     tile = BLOCKS * program.block if blocked else FLAT
     out = ["template <class Grad>", f"struct {function} {{"]
-    out.append(f"    static constexpr int BLOCK = {program.block}, TILE = {tile};")
+    out.append(f"    static constexpr int BLOCK = {program.block}, TILE = {tile}, SCALARS = {len(program.host)};")
     columns = ", ".join(_column(b) for b in program.buffers)
     out.append("    // bytes per entry, one for a block, written")
     out.append(f"    static constexpr Column COLUMNS[] = {{{columns}}};")
@@ -488,7 +509,8 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
         [(_pointer(b, k), _buffer_comment(b)) for k, b in enumerate(program.buffers)], comment_mark="//"
     )
     read = {n.attr for n in plan.nodes if n.op == "sym"}
-    body += [f"const F {let.name}(scalars[{k}]);" for k, let in enumerate(program.host) if let.name in read]
+    scalars = [(k, plan.scalar[let.name]) for k, let in enumerate(program.host) if let.name in read]
+    body += [f"const F {name}(scalars[{k}]);" for k, name in scalars]
     for n in plan.edge:
         body.append(f"alignas(64) int32_t {plan.name[n.uid]}_kept[TILE / {SHARE}];")
     for n in plan.kept:
@@ -505,6 +527,14 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
         body += _element_phase(plan, k, blocked, source)
     out += [f"        {line}" if line else "" for line in body]
     return [*out, "    }", "};"]
+
+
+def _keep(n: Node, name: str, at: str) -> str:
+    return f"store({name}_kept + {at}, {f'to_int({name})' if type_of(n.dtype) == 'M' else name});"
+
+
+def _read(n: Node, name: str, at: str) -> str:
+    return f"load({name}_kept + {at})" + (" != I(0)" if type_of(n.dtype) == "M" else "")
 
 
 def _words(plan: Phases, extent: str) -> list[str]:
@@ -545,12 +575,13 @@ def _block_stage(plan: Phases, k: int) -> list[str]:
     own = {let.node.uid for let in phase.blocks} | {n.uid for n in found}
     roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
     for n in plan.uses(roots, own):
-        lines.append((f"const {type_of(n.dtype)} {plan.name[n.uid]} = load({plan.name[n.uid]}_kept + b);", ""))
+        name = plan.name[n.uid]
+        lines.append((f"const {type_of(n.dtype)} {name} = {_read(n, name, 'b')};", ""))
         printer.names[n.uid] = plan.name[n.uid]
     lines += [_assign(plan, let, printer) for let in phase.blocks]
     for n in plan.across:
         if n.uid in own:
-            lines.append((f"store({plan.name[n.uid]}_kept + b, {plan.name[n.uid]});", ""))
+            lines.append((_keep(n, plan.name[n.uid], "b"), ""))
     lines += [(_stored(plan, s, printer, "b"), "") for s in phase.block_stores]
     out = ["", "// -- blocks", "for (int b = 0; b < blocks; b += W) {"]
     return [*out, *(f"    {x}" for x in with_comments(lines, comment_mark="//")), "}"]
@@ -568,11 +599,12 @@ def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str
         name = plan.name[n.uid]
         printer.names[n.uid] = name
         if n.space.name == "block":
-            head.append(f"const {type_of(n.dtype)} {name}({name}_kept[b]);")
+            value = f"({name}_kept[b])" if type_of(n.dtype) != "M" else f" = I({name}_kept[b]) != I(0)"
+            head.append(f"const {type_of(n.dtype)} {name}{value};")
         elif any(n is m for m in plan.edge):
             lines.append((f"const I {name} = spread({name}_kept, i);", ""))
         else:
-            lines.append((f"const {_value_type(n)} {name} = load({name}_kept + i);", ""))
+            lines.append((f"const {_value_type(n)} {name} = {_read(n, name, 'i')};", ""))
     for n in phase.reductions:
         head.append(f"I {plan.name[n.uid]}({'INT32_MIN' if n.op == 'block_max' else 'INT32_MAX'});")
     for let in phase.elements:
@@ -583,7 +615,7 @@ def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str
         lines.append((f"{name} = {better}({name}, {printer.text(n.args[0])}, i, end);", ""))
     for n in plan.kept:
         if n.uid in own:
-            lines.append((f"store({plan.name[n.uid]}_kept + i, {plan.name[n.uid]});", ""))
+            lines.append((_keep(n, plan.name[n.uid], "i"), ""))
     lines += [(_stored(plan, s, printer, "i"), "") for s in phase.stores]
     stages = list(dict.fromkeys(let.stage for let in phase.elements)) or ["encode"]
     inner = [f"    {x}" for x in with_comments(lines, comment_mark="//")]

@@ -60,10 +60,23 @@ def kernels(buckets: Sequence[Bucket], also: Sequence[native.Job] = ()) -> list[
     """
     jobs = [job(b.plan, b.variant.kernel_name, b.grad_dtype) for b in buckets]
     found = native.load([*jobs, *also])[: len(jobs)]
-    return [made if isinstance(made, native.Unavailable) else _function(made) for made in found]
+    return [
+        made if isinstance(made, native.Unavailable) else _function(made, bucket)
+        for made, bucket in zip(found, buckets, strict=True)
+    ]
 
 
-def _function(library: ctypes.CDLL) -> Step:
+def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable:
+    """The step; Unavailable where the kernel was printed for other tables than those that were imported."""
+    layout = library.optgen_layout
+    layout.restype, layout.argtypes = ctypes.POINTER(ctypes.c_int32), ()
+    variant, said = bucket.variant, layout()
+    scalars = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
+    columns = [(getattr(torch, variant.param).itemsize, 0), (bucket.grad_dtype.itemsize, 0)]
+    columns += [(f.torch_dtype.itemsize, int(f.per > 1)) for f in variant.fields]
+    wanted = [len(scalars), variant.block, len(columns), *(x for column in columns for x in column)]
+    if [said[k] for k in range(3)] != wanted[:3] or [said[k] for k in range(len(wanted))] != wanted:
+        return native.Unavailable(f"{variant.kernel_name} was printed again since {bucket.plan.__name__} was imported")
     function = library.optgen_step
     function.restype = ctypes.c_int32
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)

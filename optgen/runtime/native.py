@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -36,7 +37,7 @@ from typing import Any
 
 import torch
 
-ABI = 1
+ABI = 2
 """Number of the agreement between kernels and the runtime: the exported functions and the table's columns."""
 
 HEADERS = Path(__file__).resolve().parent / "cpp"
@@ -291,7 +292,7 @@ def _publish(made: Path, path: Path, stamp: bytes) -> None:
     content = made.read_bytes()
     content += stamp
     content += hashlib.sha256(content).digest() + _MAGIC
-    handle, name = tempfile.mkstemp(prefix=".new-", dir=path.parent)  # 0600
+    handle, name = tempfile.mkstemp(prefix=".optgen-new-", dir=path.parent)  # 0600
     try:
         try:
             rest = memoryview(content)
@@ -308,14 +309,17 @@ def _publish(made: Path, path: Path, stamp: bytes) -> None:
     _sweep(path.parent)
 
 
+_LEFT = re.compile(r"\.optgen-new-\w+|.+-[0-9a-f]{32}\.so\.lock")
+"""Names of what a killed process leaves: the folder may hold files of others."""
+
+
 def _sweep(folder: Path) -> None:
     """Removes what processes left that were killed while they wrote."""
     old = time.time() - 3600
     with suppress(OSError):
-        for pattern in (".new-*", "*.lock"):
-            for path in folder.glob(pattern):
-                if path.stat().st_mtime < old:
-                    path.unlink()
+        for entry in os.scandir(folder):
+            if _LEFT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) and entry.stat().st_mtime < old:
+                os.unlink(entry.path)
 
 
 def _whole(path: Path, stamp: bytes) -> bool:

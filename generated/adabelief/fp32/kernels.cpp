@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adabelief_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -65,7 +65,7 @@ struct adabelief_float32 {
 
 template <class Grad>
 struct adabelief_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -104,7 +104,7 @@ struct adabelief_bfloat16 {
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_var_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_var_at + i, exp_avg_var_2);
         }
@@ -113,7 +113,7 @@ struct adabelief_bfloat16 {
 
 template <class Grad>
 struct adabelief_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 

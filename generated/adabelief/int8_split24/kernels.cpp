@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adabelief_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -57,7 +57,7 @@ struct adabelief_float32 {
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_var_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -80,7 +80,7 @@ struct adabelief_float32 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_var_range = raw(exp_avg_var_range_at + b);
             const I exp_avg_var_header = to_int(exp_avg_var_range);
-            const I exp_avg_var_cells = max(exp_avg_var_header & 255, I(4));
+            const I exp_avg_var_cells = max(I(4), exp_avg_var_header & 255);
             const I exp_avg_var_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_var_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1);
             const I exp_avg_var_middle_2 = where(exp_avg_var_header == 0, I(0), exp_avg_var_middle);
@@ -97,7 +97,7 @@ struct adabelief_float32 {
             const I exp_avg_var_step(exp_avg_var_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -126,7 +126,7 @@ struct adabelief_float32 {
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_var_pattern = bits(g_sqrt);
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_avg_var_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_var_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_var_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
@@ -134,28 +134,28 @@ struct adabelief_float32 {
                 store(p_at + i, p_3);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_var_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_var_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_var_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_var_units = min(max(exp_avg_var_above - max(exp_avg_var_below, I(128)), I(1)), I(64));
+            const I exp_avg_var_units = min(I(64), max(I(1), exp_avg_var_above - max(I(128), exp_avg_var_below)));
             const I exp_avg_var_first = exp_avg_var_above - exp_avg_var_units;
             const I exp_avg_var_start = exp_avg_var_first << 22;
             const I exp_avg_var_half = exp_avg_var_units * 10240;
             const I exp_avg_var_base = exp_avg_var_start + exp_avg_var_half;
             const I g_sub = 1601175552 - exp_avg_var_base;
-            const I exp_avg_var_cells_2 = min(to_int(256.5f / to_float(exp_avg_var_units)), I(255));
+            const I exp_avg_var_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_var_units)));
             const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
             const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I exp_avg_var_header_2 = exp_avg_var_first + -128 << 8 | exp_avg_var_cells_2;
@@ -181,7 +181,7 @@ struct adabelief_float32 {
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_var_offset = ((noise & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_var_position = max(min(bits(g_sqrt) - exp_avg_var_base, g_sub), I(0)) * exp_avg_var_scale + exp_avg_var_offset;
+                const I exp_avg_var_position = max(I(0), min(bits(g_sqrt) - exp_avg_var_base, g_sub)) * exp_avg_var_scale + exp_avg_var_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_var_at + i, exp_avg_var_position);
             }
@@ -191,7 +191,7 @@ struct adabelief_float32 {
 
 template <class Grad>
 struct adabelief_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -235,7 +235,7 @@ struct adabelief_float32_small {
 
 template <class Grad>
 struct adabelief_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -272,7 +272,7 @@ struct adabelief_bfloat16 {
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_var_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -295,7 +295,7 @@ struct adabelief_bfloat16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_var_range = raw(exp_avg_var_range_at + b);
             const I exp_avg_var_header = to_int(exp_avg_var_range);
-            const I exp_avg_var_cells = max(exp_avg_var_header & 255, I(4));
+            const I exp_avg_var_cells = max(I(4), exp_avg_var_header & 255);
             const I exp_avg_var_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_var_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1);
             const I exp_avg_var_middle_2 = where(exp_avg_var_header == 0, I(0), exp_avg_var_middle);
@@ -312,7 +312,7 @@ struct adabelief_bfloat16 {
             const I exp_avg_var_step(exp_avg_var_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -338,14 +338,14 @@ struct adabelief_bfloat16 {
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_var_pattern = bits(g_sqrt);
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_avg_var_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_var_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_var_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_kept + i, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
@@ -361,7 +361,7 @@ struct adabelief_bfloat16 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 20  p = decoupled(p, lr, weight_decay)
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -370,21 +370,21 @@ struct adabelief_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_var_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_var_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_var_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_var_units = min(max(exp_avg_var_above - max(exp_avg_var_below, I(128)), I(1)), I(64));
+            const I exp_avg_var_units = min(I(64), max(I(1), exp_avg_var_above - max(I(128), exp_avg_var_below)));
             const I exp_avg_var_first = exp_avg_var_above - exp_avg_var_units;
             const I exp_avg_var_start = exp_avg_var_first << 22;
             const I exp_avg_var_half = exp_avg_var_units * 10240;
             const I exp_avg_var_base = exp_avg_var_start + exp_avg_var_half;
             const I g_sub = 1601175552 - exp_avg_var_base;
-            const I exp_avg_var_cells_2 = min(to_int(256.5f / to_float(exp_avg_var_units)), I(255));
+            const I exp_avg_var_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_var_units)));
             const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
             const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I exp_avg_var_header_2 = exp_avg_var_first + -128 << 8 | exp_avg_var_cells_2;
@@ -410,7 +410,7 @@ struct adabelief_bfloat16 {
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_var_position = max(min(bits(g_sqrt) - exp_avg_var_base, g_sub), I(0)) * exp_avg_var_scale + exp_avg_var_offset;
+                const I exp_avg_var_position = max(I(0), min(bits(g_sqrt) - exp_avg_var_base, g_sub)) * exp_avg_var_scale + exp_avg_var_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_var_at + i, exp_avg_var_position);
             }
@@ -420,7 +420,7 @@ struct adabelief_bfloat16 {
 
 template <class Grad>
 struct adabelief_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -478,7 +478,7 @@ struct adabelief_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_3), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -489,7 +489,7 @@ struct adabelief_bfloat16_small {
 
 template <class Grad>
 struct adabelief_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -526,7 +526,7 @@ struct adabelief_float16 {
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_var_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -549,7 +549,7 @@ struct adabelief_float16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_var_range = raw(exp_avg_var_range_at + b);
             const I exp_avg_var_header = to_int(exp_avg_var_range);
-            const I exp_avg_var_cells = max(exp_avg_var_header & 255, I(4));
+            const I exp_avg_var_cells = max(I(4), exp_avg_var_header & 255);
             const I exp_avg_var_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_var_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1);
             const I exp_avg_var_middle_2 = where(exp_avg_var_header == 0, I(0), exp_avg_var_middle);
@@ -566,7 +566,7 @@ struct adabelief_float16 {
             const I exp_avg_var_step(exp_avg_var_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -592,14 +592,14 @@ struct adabelief_float16 {
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_var_pattern = bits(g_sqrt);
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_avg_var_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_var_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_var_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_kept + i, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
@@ -632,33 +632,33 @@ struct adabelief_float16 {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_var_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_var_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_var_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_var_units = min(max(exp_avg_var_above - max(exp_avg_var_below, I(128)), I(1)), I(64));
+            const I exp_avg_var_units = min(I(64), max(I(1), exp_avg_var_above - max(I(128), exp_avg_var_below)));
             const I exp_avg_var_first = exp_avg_var_above - exp_avg_var_units;
             const I exp_avg_var_start = exp_avg_var_first << 22;
             const I exp_avg_var_half = exp_avg_var_units * 10240;
             const I exp_avg_var_base = exp_avg_var_start + exp_avg_var_half;
             const I g_sub = 1601175552 - exp_avg_var_base;
-            const I exp_avg_var_cells_2 = min(to_int(256.5f / to_float(exp_avg_var_units)), I(255));
+            const I exp_avg_var_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_var_units)));
             const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
             const I g_add = exp_avg_var_half * exp_avg_var_scale + -8388608;
             const I exp_avg_var_header_2 = exp_avg_var_first + -128 << 8 | exp_avg_var_cells_2;
@@ -684,7 +684,7 @@ struct adabelief_float16 {
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_var_position = max(min(bits(g_sqrt) - exp_avg_var_base, g_sub), I(0)) * exp_avg_var_scale + exp_avg_var_offset;
+                const I exp_avg_var_position = max(I(0), min(bits(g_sqrt) - exp_avg_var_base, g_sub)) * exp_avg_var_scale + exp_avg_var_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_var_at + i, exp_avg_var_position);
             }
@@ -694,7 +694,7 @@ struct adabelief_float16 {
 
 template <class Grad>
 struct adabelief_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -769,12 +769,12 @@ struct adabelief_float16_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_var_at + i, exp_avg_var_2);
         }

@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adadelta_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -65,7 +65,7 @@ struct adadelta_float32 {
 
 template <class Grad>
 struct adadelta_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -103,7 +103,7 @@ struct adadelta_bfloat16 {
             const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);
         }
@@ -112,7 +112,7 @@ struct adadelta_bfloat16 {
 
 template <class Grad>
 struct adadelta_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 

@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adadelta_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -78,13 +78,13 @@ struct adadelta_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I16 acc_delta_range = raw(acc_delta_range_at + b);
             const I acc_delta_header = to_int(acc_delta_range);
-            const I acc_delta_cells = max(acc_delta_header & 255, I(4));
+            const I acc_delta_cells = max(I(4), acc_delta_header & 255);
             const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
             const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -155,27 +155,27 @@ struct adadelta_float32 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I acc_delta_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I acc_delta_above = (min(I(1601175552), max(I(536870912), largest_of_block_2)) + 524288 >> 22) + 1;
             const I acc_delta_below = smallest_of_block_2 + -524288 >> 22;
-            const I acc_delta_units = min(max(acc_delta_above - max(acc_delta_below, I(128)), I(1)), I(64));
+            const I acc_delta_units = min(I(64), max(I(1), acc_delta_above - max(I(128), acc_delta_below)));
             const I acc_delta_first = acc_delta_above - acc_delta_units;
             const I acc_delta_start = acc_delta_first << 22;
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
             const I acc_delta_range_sub = 1601175552 - acc_delta_base;
-            const I acc_delta_cells_2 = min(to_int(256.5f / to_float(acc_delta_units)), I(255));
+            const I acc_delta_cells_2 = min(I(255), to_int(256.5f / to_float(acc_delta_units)));
             const I acc_delta_scale = acc_delta_cells_2 << 2;
             const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
@@ -206,9 +206,9 @@ struct adadelta_float32 {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_range_add;
-                const I acc_delta_position = max(min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub), I(0)) * acc_delta_scale + acc_delta_offset;
+                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub)) * acc_delta_scale + acc_delta_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store_byte<3>(acc_delta_at + i, acc_delta_position);
             }
@@ -218,7 +218,7 @@ struct adadelta_float32 {
 
 template <class Grad>
 struct adadelta_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -262,7 +262,7 @@ struct adadelta_float32_small {
 
 template <class Grad>
 struct adadelta_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -320,13 +320,13 @@ struct adadelta_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 acc_delta_range = raw(acc_delta_range_at + b);
             const I acc_delta_header = to_int(acc_delta_range);
-            const I acc_delta_cells = max(acc_delta_header & 255, I(4));
+            const I acc_delta_cells = max(I(4), acc_delta_header & 255);
             const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
             const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -376,7 +376,7 @@ struct adadelta_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
@@ -401,27 +401,27 @@ struct adadelta_bfloat16 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I acc_delta_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I acc_delta_above = (min(I(1601175552), max(I(536870912), largest_of_block_2)) + 524288 >> 22) + 1;
             const I acc_delta_below = smallest_of_block_2 + -524288 >> 22;
-            const I acc_delta_units = min(max(acc_delta_above - max(acc_delta_below, I(128)), I(1)), I(64));
+            const I acc_delta_units = min(I(64), max(I(1), acc_delta_above - max(I(128), acc_delta_below)));
             const I acc_delta_first = acc_delta_above - acc_delta_units;
             const I acc_delta_start = acc_delta_first << 22;
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
             const I acc_delta_range_sub = 1601175552 - acc_delta_base;
-            const I acc_delta_cells_2 = min(to_int(256.5f / to_float(acc_delta_units)), I(255));
+            const I acc_delta_cells_2 = min(I(255), to_int(256.5f / to_float(acc_delta_units)));
             const I acc_delta_scale = acc_delta_cells_2 << 2;
             const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
@@ -452,9 +452,9 @@ struct adadelta_bfloat16 {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add;
-                const I acc_delta_position = max(min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub), I(0)) * acc_delta_scale + acc_delta_offset;
+                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub)) * acc_delta_scale + acc_delta_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store_byte<3>(acc_delta_at + i, acc_delta_position);
             }
@@ -464,7 +464,7 @@ struct adadelta_bfloat16 {
 
 template <class Grad>
 struct adadelta_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -521,7 +521,7 @@ struct adadelta_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -532,7 +532,7 @@ struct adadelta_bfloat16_small {
 
 template <class Grad>
 struct adadelta_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -590,13 +590,13 @@ struct adadelta_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 acc_delta_range = raw(acc_delta_range_at + b);
             const I acc_delta_header = to_int(acc_delta_range);
-            const I acc_delta_cells = max(acc_delta_header & 255, I(4));
+            const I acc_delta_cells = max(I(4), acc_delta_header & 255);
             const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
             const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -663,10 +663,10 @@ struct adadelta_float16 {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(acc_delta_range_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
@@ -677,7 +677,7 @@ struct adadelta_float16 {
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(acc_delta_pattern_kept + i, acc_delta_pattern);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -691,27 +691,27 @@ struct adadelta_float16 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I acc_delta_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I acc_delta_above = (min(I(1601175552), max(I(536870912), largest_of_block_2)) + 524288 >> 22) + 1;
             const I acc_delta_below = smallest_of_block_2 + -524288 >> 22;
-            const I acc_delta_units = min(max(acc_delta_above - max(acc_delta_below, I(128)), I(1)), I(64));
+            const I acc_delta_units = min(I(64), max(I(1), acc_delta_above - max(I(128), acc_delta_below)));
             const I acc_delta_first = acc_delta_above - acc_delta_units;
             const I acc_delta_start = acc_delta_first << 22;
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
             const I acc_delta_range_sub = 1601175552 - acc_delta_base;
-            const I acc_delta_cells_2 = min(to_int(256.5f / to_float(acc_delta_units)), I(255));
+            const I acc_delta_cells_2 = min(I(255), to_int(256.5f / to_float(acc_delta_units)));
             const I acc_delta_scale = acc_delta_cells_2 << 2;
             const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
             const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
@@ -742,9 +742,9 @@ struct adadelta_float16 {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add;
-                const I acc_delta_position = max(min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub), I(0)) * acc_delta_scale + acc_delta_offset;
+                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub)) * acc_delta_scale + acc_delta_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store_byte<3>(acc_delta_at + i, acc_delta_position);
             }
@@ -754,7 +754,7 @@ struct adadelta_float16 {
 
 template <class Grad>
 struct adadelta_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -828,12 +828,12 @@ struct adadelta_float16_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(acc_delta_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);
         }

@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct adagrad_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -53,7 +53,7 @@ struct adagrad_float32 {
 
 template <class Grad>
 struct adagrad_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -82,7 +82,7 @@ struct adagrad_bfloat16 {
             const F p_2 = fma(-g_2, 1.0f / fma(sqrt(sum__2), scalar_1, scalar_2), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(sum_at + i, sum__2);
         }
     }
@@ -90,7 +90,7 @@ struct adagrad_bfloat16 {
 
 template <class Grad>
 struct adagrad_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 

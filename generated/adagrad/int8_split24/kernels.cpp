@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct adagrad_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}};
 
@@ -64,7 +64,7 @@ struct adagrad_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I16 sum_range = raw(sum_range_at + b);
             const I sum_header = to_int(sum_range);
-            const I sum_cells = max(sum_header & 255, I(4));
+            const I sum_cells = max(I(4), sum_header & 255);
             const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) + -1262485504;
             const I sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1);
             const I sum_middle_2 = where(sum_header == 0, I(0), sum_middle);
@@ -109,15 +109,15 @@ struct adagrad_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I sum_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I sum_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I sum_below = smallest_of_block + -524288 >> 22;
-            const I sum_units = min(max(sum_above - max(sum_below, I(128)), I(1)), I(64));
+            const I sum_units = min(I(64), max(I(1), sum_above - max(I(128), sum_below)));
             const I sum_first = sum_above - sum_units;
             const I sum_start = sum_first << 22;
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
             const I p_sub = 1601175552 - sum_base;
-            const I sum_cells_2 = min(to_int(256.5f / to_float(sum_units)), I(255));
+            const I sum_cells_2 = min(I(255), to_int(256.5f / to_float(sum_units)));
             const I sum_scale = sum_cells_2 << 2;
             const I p_add = sum_half * sum_scale + -8388608;
             const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
@@ -138,7 +138,7 @@ struct adagrad_float32 {
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + p_add;
-                const I sum_position = max(min(bits(p_sqrt) - sum_base, p_sub), I(0)) * sum_scale + sum_offset;
+                const I sum_position = max(I(0), min(bits(p_sqrt) - sum_base, p_sub)) * sum_scale + sum_offset;
                 store_byte<3>(sum_at + i, sum_position);
             }
         }
@@ -147,7 +147,7 @@ struct adagrad_float32 {
 
 template <class Grad>
 struct adagrad_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -181,7 +181,7 @@ struct adagrad_float32_small {
 
 template <class Grad>
 struct adagrad_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -227,7 +227,7 @@ struct adagrad_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 sum_range = raw(sum_range_at + b);
             const I sum_header = to_int(sum_range);
-            const I sum_cells = max(sum_header & 255, I(4));
+            const I sum_cells = max(I(4), sum_header & 255);
             const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) + -1262485504;
             const I sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1);
             const I sum_middle_2 = where(sum_header == 0, I(0), sum_middle);
@@ -259,7 +259,7 @@ struct adagrad_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 const I sum_pattern = bits(p_sqrt);
                 largest_of_block = larger(largest_of_block, sum_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, sum_pattern, i, end);
@@ -276,15 +276,15 @@ struct adagrad_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I sum_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I sum_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I sum_below = smallest_of_block + -524288 >> 22;
-            const I sum_units = min(max(sum_above - max(sum_below, I(128)), I(1)), I(64));
+            const I sum_units = min(I(64), max(I(1), sum_above - max(I(128), sum_below)));
             const I sum_first = sum_above - sum_units;
             const I sum_start = sum_first << 22;
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
             const I p_sub = 1601175552 - sum_base;
-            const I sum_cells_2 = min(to_int(256.5f / to_float(sum_units)), I(255));
+            const I sum_cells_2 = min(I(255), to_int(256.5f / to_float(sum_units)));
             const I sum_scale = sum_cells_2 << 2;
             const I p_add = sum_half * sum_scale + -8388608;
             const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
@@ -305,7 +305,7 @@ struct adagrad_bfloat16 {
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + p_add;
-                const I sum_position = max(min(bits(p_sqrt) - sum_base, p_sub), I(0)) * sum_scale + sum_offset;
+                const I sum_position = max(I(0), min(bits(p_sqrt) - sum_base, p_sub)) * sum_scale + sum_offset;
                 store_byte<3>(sum_at + i, sum_position);
             }
         }
@@ -314,7 +314,7 @@ struct adagrad_bfloat16 {
 
 template <class Grad>
 struct adagrad_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -362,7 +362,7 @@ struct adagrad_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(sum_at + i, sum__2);
@@ -372,7 +372,7 @@ struct adagrad_bfloat16_small {
 
 template <class Grad>
 struct adagrad_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -418,7 +418,7 @@ struct adagrad_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 sum_range = raw(sum_range_at + b);
             const I sum_header = to_int(sum_range);
-            const I sum_cells = max(sum_header & 255, I(4));
+            const I sum_cells = max(I(4), sum_header & 255);
             const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) + -1262485504;
             const I sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1);
             const I sum_middle_2 = where(sum_header == 0, I(0), sum_middle);
@@ -467,17 +467,17 @@ struct adagrad_float16 {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const I sum_pattern = bits(p_sqrt);
                 largest_of_block = larger(largest_of_block, sum_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -487,15 +487,15 @@ struct adagrad_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I sum_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I sum_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I sum_below = smallest_of_block + -524288 >> 22;
-            const I sum_units = min(max(sum_above - max(sum_below, I(128)), I(1)), I(64));
+            const I sum_units = min(I(64), max(I(1), sum_above - max(I(128), sum_below)));
             const I sum_first = sum_above - sum_units;
             const I sum_start = sum_first << 22;
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
             const I p_sub = 1601175552 - sum_base;
-            const I sum_cells_2 = min(to_int(256.5f / to_float(sum_units)), I(255));
+            const I sum_cells_2 = min(I(255), to_int(256.5f / to_float(sum_units)));
             const I sum_scale = sum_cells_2 << 2;
             const I p_add = sum_half * sum_scale + -8388608;
             const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
@@ -516,7 +516,7 @@ struct adagrad_float16 {
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + p_add;
-                const I sum_position = max(min(bits(p_sqrt) - sum_base, p_sub), I(0)) * sum_scale + sum_offset;
+                const I sum_position = max(I(0), min(bits(p_sqrt) - sum_base, p_sub)) * sum_scale + sum_offset;
                 store_byte<3>(sum_at + i, sum_position);
             }
         }
@@ -525,7 +525,7 @@ struct adagrad_float16 {
 
 template <class Grad>
 struct adagrad_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -590,12 +590,12 @@ struct adagrad_float16_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(sum_at + i, sum__2);
         }
     }

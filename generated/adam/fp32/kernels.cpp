@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adam_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -65,7 +65,7 @@ struct adam_float32 {
 
 template <class Grad>
 struct adam_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -103,7 +103,7 @@ struct adam_bfloat16 {
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -112,7 +112,7 @@ struct adam_bfloat16 {
 
 template <class Grad>
 struct adam_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -157,7 +157,7 @@ struct adam_float16 {
 
 template <class Grad>
 struct adam_float32_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -206,7 +206,7 @@ struct adam_float32_amsgrad {
 
 template <class Grad>
 struct adam_bfloat16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -248,7 +248,7 @@ struct adam_bfloat16_amsgrad {
             const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -258,7 +258,7 @@ struct adam_bfloat16_amsgrad {
 
 template <class Grad>
 struct adam_float16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 

@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adam_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -82,7 +82,7 @@ struct adam_float32 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -140,12 +140,12 @@ struct adam_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -178,7 +178,7 @@ struct adam_float32 {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
-                const I exp_avg_sq_position = max(min(bits(p_sqrt) - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(p_sqrt) - exp_avg_sq_base, p_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -193,9 +193,9 @@ struct adam_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(p_mul_kept + b, p_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -216,7 +216,7 @@ struct adam_float32 {
 
 template <class Grad>
 struct adam_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -260,7 +260,7 @@ struct adam_float32_small {
 
 template <class Grad>
 struct adam_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -322,7 +322,7 @@ struct adam_bfloat16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -386,7 +386,7 @@ struct adam_bfloat16 {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);        // bf16 and 8 more bits, stochastic
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-exp_avg, 1.0f / fma(p_sqrt, scalar_2, scalar_3), p);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -396,12 +396,12 @@ struct adam_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -434,7 +434,7 @@ struct adam_bfloat16 {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
-                const I exp_avg_sq_position = max(min(bits(p_sqrt) - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(p_sqrt) - exp_avg_sq_base, p_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -449,9 +449,9 @@ struct adam_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(p_mul_kept + b, p_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -472,7 +472,7 @@ struct adam_bfloat16 {
 
 template <class Grad>
 struct adam_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -529,7 +529,7 @@ struct adam_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -540,7 +540,7 @@ struct adam_bfloat16_small {
 
 template <class Grad>
 struct adam_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -602,7 +602,7 @@ struct adam_float16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -663,10 +663,10 @@ struct adam_float16 {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const I exp_avg_sq_pattern = bits(p_sqrt);
                 largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -674,7 +674,7 @@ struct adam_float16 {
                 store(p_sqrt_kept + i, p_sqrt);
                 store(exp_avg_kept + i, exp_avg);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -684,12 +684,12 @@ struct adam_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -722,7 +722,7 @@ struct adam_float16 {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
-                const I exp_avg_sq_position = max(min(bits(p_sqrt) - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(p_sqrt) - exp_avg_sq_base, p_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -737,9 +737,9 @@ struct adam_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(p_mul_kept + b, p_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -760,7 +760,7 @@ struct adam_float16 {
 
 template <class Grad>
 struct adam_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -834,12 +834,12 @@ struct adam_float16_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -848,7 +848,7 @@ struct adam_float16_small {
 
 template <class Grad>
 struct adam_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -895,7 +895,7 @@ struct adam_float32_amsgrad {
         alignas(64) float p_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-        I largest_of_block_3_kept[TILE / BLOCK];
+        I largest_of_block_2_kept[TILE / BLOCK];
         I smallest_of_block_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
@@ -919,13 +919,13 @@ struct adam_float32_amsgrad {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
-            const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
+            const I max_exp_avg_sq_cells = max(I(4), max_exp_avg_sq_header & 255);
             const I max_exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
@@ -947,7 +947,7 @@ struct adam_float32_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            I largest_of_block_3(INT32_MIN);
+            I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -983,7 +983,7 @@ struct adam_float32_amsgrad {
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                largest_of_block_3 = larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -993,7 +993,7 @@ struct adam_float32_amsgrad {
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
-            largest_of_block_3_kept[b] = largest_of_block_3;
+            largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_2_kept[b] = smallest_of_block_2;
         }
 
@@ -1001,14 +1001,14 @@ struct adam_float32_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I largest_of_block_3 = largest(largest_of_block_3_kept + b);
+            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -1017,13 +1017,13 @@ struct adam_float32_amsgrad {
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
+            const I max_exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block_2)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
-            const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I max_exp_avg_sq_units = min(I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(max_exp_avg_sq_units)), I(255));
+            const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
             store(p_add_2_kept + b, p_add_2);
@@ -1058,12 +1058,12 @@ struct adam_float32_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -1075,9 +1075,9 @@ struct adam_float32_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(p_mul_kept + b, p_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -1098,7 +1098,7 @@ struct adam_float32_amsgrad {
 
 template <class Grad>
 struct adam_float32_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1147,7 +1147,7 @@ struct adam_float32_amsgrad_small {
 
 template <class Grad>
 struct adam_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -1195,7 +1195,7 @@ struct adam_bfloat16_amsgrad {
         alignas(64) float p_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-        I largest_of_block_3_kept[TILE / BLOCK];
+        I largest_of_block_2_kept[TILE / BLOCK];
         I smallest_of_block_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
@@ -1219,13 +1219,13 @@ struct adam_bfloat16_amsgrad {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
-            const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
+            const I max_exp_avg_sq_cells = max(I(4), max_exp_avg_sq_header & 255);
             const I max_exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
@@ -1247,7 +1247,7 @@ struct adam_bfloat16_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            I largest_of_block_3(INT32_MIN);
+            I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -1283,7 +1283,7 @@ struct adam_bfloat16_amsgrad {
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                largest_of_block_3 = larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
@@ -1292,7 +1292,7 @@ struct adam_bfloat16_amsgrad {
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
-            largest_of_block_3_kept[b] = largest_of_block_3;
+            largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_2_kept[b] = smallest_of_block_2;
         }
 
@@ -1307,7 +1307,7 @@ struct adam_bfloat16_amsgrad {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_2, scalar_3), p);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1317,14 +1317,14 @@ struct adam_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I largest_of_block_3 = largest(largest_of_block_3_kept + b);
+            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -1333,13 +1333,13 @@ struct adam_bfloat16_amsgrad {
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
+            const I max_exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block_2)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
-            const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I max_exp_avg_sq_units = min(I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(max_exp_avg_sq_units)), I(255));
+            const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
             store(p_add_2_kept + b, p_add_2);
@@ -1374,12 +1374,12 @@ struct adam_bfloat16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -1391,9 +1391,9 @@ struct adam_bfloat16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(p_mul_kept + b, p_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -1414,7 +1414,7 @@ struct adam_bfloat16_amsgrad {
 
 template <class Grad>
 struct adam_bfloat16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1475,7 +1475,7 @@ struct adam_bfloat16_amsgrad_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1487,7 +1487,7 @@ struct adam_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adam_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -1535,7 +1535,7 @@ struct adam_float16_amsgrad {
         alignas(64) float p_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-        I largest_of_block_3_kept[TILE / BLOCK];
+        I largest_of_block_2_kept[TILE / BLOCK];
         I smallest_of_block_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
@@ -1559,13 +1559,13 @@ struct adam_float16_amsgrad {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
-            const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
+            const I max_exp_avg_sq_cells = max(I(4), max_exp_avg_sq_header & 255);
             const I max_exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
@@ -1587,7 +1587,7 @@ struct adam_float16_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            I largest_of_block_3(INT32_MIN);
+            I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -1638,26 +1638,26 @@ struct adam_float16_amsgrad {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                largest_of_block_3 = larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
-            largest_of_block_3_kept[b] = largest_of_block_3;
+            largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_2_kept[b] = smallest_of_block_2;
         }
 
@@ -1665,14 +1665,14 @@ struct adam_float16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I largest_of_block_3 = largest(largest_of_block_3_kept + b);
+            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I p_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -1681,13 +1681,13 @@ struct adam_float16_amsgrad {
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I p_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
+            const I max_exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block_2)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
-            const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I max_exp_avg_sq_units = min(I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(max_exp_avg_sq_units)), I(255));
+            const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
             store(p_add_2_kept + b, p_add_2);
@@ -1722,12 +1722,12 @@ struct adam_float16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + p_add_2;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -1739,9 +1739,9 @@ struct adam_float16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(p_mul_kept + b, p_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -1762,7 +1762,7 @@ struct adam_float16_amsgrad {
 
 template <class Grad>
 struct adam_float16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1840,12 +1840,12 @@ struct adam_float16_amsgrad_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);

@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamax_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -55,7 +55,7 @@ struct adamax_float32 {
         alignas(64) int32_t exp_inf_range_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_inf_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -78,7 +78,7 @@ struct adamax_float32 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_inf_range = raw(exp_inf_range_at + b);
             const I exp_inf_header = to_int(exp_inf_range);
-            const I exp_inf_cells = max(exp_inf_header & 255, I(4));
+            const I exp_inf_cells = max(I(4), exp_inf_header & 255);
             const I exp_inf_step = bits(fma(4194304.0f, 1.0f / to_float(exp_inf_cells), 12582912.0f)) + -1262485504;
             const I exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1);
             const I exp_inf_middle_2 = where(exp_inf_header == 0, I(0), exp_inf_middle);
@@ -95,7 +95,7 @@ struct adamax_float32 {
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -122,7 +122,7 @@ struct adamax_float32 {
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
                 exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_inf_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_inf_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_inf_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
@@ -130,28 +130,28 @@ struct adamax_float32 {
                 store(p_at + i, p_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_inf_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_inf_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_inf_below = smallest_of_block + -524288 >> 22;
-            const I exp_inf_units = min(max(exp_inf_above - max(exp_inf_below, I(128)), I(1)), I(64));
+            const I exp_inf_units = min(I(64), max(I(1), exp_inf_above - max(I(128), exp_inf_below)));
             const I exp_inf_first = exp_inf_above - exp_inf_units;
             const I exp_inf_start = exp_inf_first << 22;
             const I exp_inf_half = exp_inf_units * 10240;
             const I exp_inf_base = exp_inf_start + exp_inf_half;
             const I exp_inf_range_sub = 1601175552 - exp_inf_base;
-            const I exp_inf_cells_2 = min(to_int(256.5f / to_float(exp_inf_units)), I(255));
+            const I exp_inf_cells_2 = min(I(255), to_int(256.5f / to_float(exp_inf_units)));
             const I exp_inf_scale = exp_inf_cells_2 << 2;
             const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_header_2 = exp_inf_first + -128 << 8 | exp_inf_cells_2;
@@ -177,7 +177,7 @@ struct adamax_float32 {
                 const I exp_inf_pattern = load(exp_inf_pattern_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), p_mul), 3200.0f));
                 const I exp_inf_offset = ((noise & 4095) << 12 | 2048) + exp_inf_range_add;
-                const I exp_inf_position = max(min(exp_inf_pattern - exp_inf_base, exp_inf_range_sub), I(0)) * exp_inf_scale + exp_inf_offset;
+                const I exp_inf_position = max(I(0), min(exp_inf_pattern - exp_inf_base, exp_inf_range_sub)) * exp_inf_scale + exp_inf_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_inf_at + i, exp_inf_position);
             }
@@ -187,7 +187,7 @@ struct adamax_float32 {
 
 template <class Grad>
 struct adamax_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -229,7 +229,7 @@ struct adamax_float32_small {
 
 template <class Grad>
 struct adamax_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -264,7 +264,7 @@ struct adamax_bfloat16 {
         alignas(64) int32_t exp_inf_range_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_inf_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -287,7 +287,7 @@ struct adamax_bfloat16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_inf_range = raw(exp_inf_range_at + b);
             const I exp_inf_header = to_int(exp_inf_range);
-            const I exp_inf_cells = max(exp_inf_header & 255, I(4));
+            const I exp_inf_cells = max(I(4), exp_inf_header & 255);
             const I exp_inf_step = bits(fma(4194304.0f, 1.0f / to_float(exp_inf_cells), 12582912.0f)) + -1262485504;
             const I exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1);
             const I exp_inf_middle_2 = where(exp_inf_header == 0, I(0), exp_inf_middle);
@@ -304,7 +304,7 @@ struct adamax_bfloat16 {
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -331,11 +331,11 @@ struct adamax_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 const F p_abs = abs(exp_avg);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
                 exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_inf_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_inf_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_inf_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
@@ -344,28 +344,28 @@ struct adamax_bfloat16 {
                 store_byte<1>(weight_low_at + i, p_word);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_inf_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_inf_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_inf_below = smallest_of_block + -524288 >> 22;
-            const I exp_inf_units = min(max(exp_inf_above - max(exp_inf_below, I(128)), I(1)), I(64));
+            const I exp_inf_units = min(I(64), max(I(1), exp_inf_above - max(I(128), exp_inf_below)));
             const I exp_inf_first = exp_inf_above - exp_inf_units;
             const I exp_inf_start = exp_inf_first << 22;
             const I exp_inf_half = exp_inf_units * 10240;
             const I exp_inf_base = exp_inf_start + exp_inf_half;
             const I exp_inf_range_sub = 1601175552 - exp_inf_base;
-            const I exp_inf_cells_2 = min(to_int(256.5f / to_float(exp_inf_units)), I(255));
+            const I exp_inf_cells_2 = min(I(255), to_int(256.5f / to_float(exp_inf_units)));
             const I exp_inf_scale = exp_inf_cells_2 << 2;
             const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_header_2 = exp_inf_first + -128 << 8 | exp_inf_cells_2;
@@ -391,7 +391,7 @@ struct adamax_bfloat16 {
                 const I exp_inf_pattern = load(exp_inf_pattern_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), p_mul), 3200.0f));
                 const I exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_add;
-                const I exp_inf_position = max(min(exp_inf_pattern - exp_inf_base, exp_inf_range_sub), I(0)) * exp_inf_scale + exp_inf_offset;
+                const I exp_inf_position = max(I(0), min(exp_inf_pattern - exp_inf_base, exp_inf_range_sub)) * exp_inf_scale + exp_inf_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_inf_at + i, exp_inf_position);
             }
@@ -401,7 +401,7 @@ struct adamax_bfloat16 {
 
 template <class Grad>
 struct adamax_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -456,7 +456,7 @@ struct adamax_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -467,7 +467,7 @@ struct adamax_bfloat16_small {
 
 template <class Grad>
 struct adamax_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -502,7 +502,7 @@ struct adamax_float16 {
         alignas(64) int32_t exp_inf_range_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_inf_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -525,7 +525,7 @@ struct adamax_float16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_inf_range = raw(exp_inf_range_at + b);
             const I exp_inf_header = to_int(exp_inf_range);
-            const I exp_inf_cells = max(exp_inf_header & 255, I(4));
+            const I exp_inf_cells = max(I(4), exp_inf_header & 255);
             const I exp_inf_step = bits(fma(4194304.0f, 1.0f / to_float(exp_inf_cells), 12582912.0f)) + -1262485504;
             const I exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1);
             const I exp_inf_middle_2 = where(exp_inf_header == 0, I(0), exp_inf_middle);
@@ -542,7 +542,7 @@ struct adamax_float16 {
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -585,44 +585,44 @@ struct adamax_float16 {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const F p_abs = abs(exp_avg);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
                 exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_inf_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_inf_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_inf_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_inf_pattern_kept + i, exp_inf_pattern);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_inf_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_inf_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_inf_below = smallest_of_block + -524288 >> 22;
-            const I exp_inf_units = min(max(exp_inf_above - max(exp_inf_below, I(128)), I(1)), I(64));
+            const I exp_inf_units = min(I(64), max(I(1), exp_inf_above - max(I(128), exp_inf_below)));
             const I exp_inf_first = exp_inf_above - exp_inf_units;
             const I exp_inf_start = exp_inf_first << 22;
             const I exp_inf_half = exp_inf_units * 10240;
             const I exp_inf_base = exp_inf_start + exp_inf_half;
             const I exp_inf_range_sub = 1601175552 - exp_inf_base;
-            const I exp_inf_cells_2 = min(to_int(256.5f / to_float(exp_inf_units)), I(255));
+            const I exp_inf_cells_2 = min(I(255), to_int(256.5f / to_float(exp_inf_units)));
             const I exp_inf_scale = exp_inf_cells_2 << 2;
             const I exp_inf_range_add = exp_inf_half * exp_inf_scale + -8388608;
             const I exp_inf_header_2 = exp_inf_first + -128 << 8 | exp_inf_cells_2;
@@ -648,7 +648,7 @@ struct adamax_float16 {
                 const I exp_inf_pattern = load(exp_inf_pattern_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), p_mul), 3200.0f));
                 const I exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_add;
-                const I exp_inf_position = max(min(exp_inf_pattern - exp_inf_base, exp_inf_range_sub), I(0)) * exp_inf_scale + exp_inf_offset;
+                const I exp_inf_position = max(I(0), min(exp_inf_pattern - exp_inf_base, exp_inf_range_sub)) * exp_inf_scale + exp_inf_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_inf_at + i, exp_inf_position);
             }
@@ -658,7 +658,7 @@ struct adamax_float16 {
 
 template <class Grad>
 struct adamax_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -730,12 +730,12 @@ struct adamax_float16_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_inf_at + i, exp_inf_2);
         }

@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}};
 
@@ -60,15 +60,15 @@ struct adamw_float32 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
         }
     }
 };
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}};
 
@@ -110,16 +110,16 @@ struct adamw_bfloat16 {
             const I exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767;
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
         }
     }
 };
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}};
 
@@ -160,15 +160,15 @@ struct adamw_float16 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, narrow_half(p_3));
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
         }
     }
 };
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -214,8 +214,8 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -223,7 +223,7 @@ struct adamw_float32_amsgrad {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -272,9 +272,9 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -282,7 +282,7 @@ struct adamw_bfloat16_amsgrad {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -330,8 +330,8 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, narrow_half(p_3));
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + exp_avg_sq_carry);
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }

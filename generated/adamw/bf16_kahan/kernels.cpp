@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}};
 
@@ -77,15 +77,15 @@ struct adamw_float32 {
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
         }
     }
 };
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -141,7 +141,7 @@ struct adamw_bfloat16 {
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            const I p_weight = min(p_x_bits, I(2143289344)) + p_carry >> 16;
+            const I p_weight = min(I(2143289344), p_x_bits) + p_carry >> 16;
             const F p_lost = p_3 - widened(p_weight);
             const F p_lost_2 = where(abs(p_lost) <= 3.4028234663852886e+38f, p_lost, F(0.0f));
             const I p_x_bits_2 = bits(p_lost_2);
@@ -151,17 +151,17 @@ struct adamw_bfloat16 {
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store_half<2>(weight_compensation_at + i, where(p_lost_2 == p_lost_2, p_x_bits_2 + p_carry_2, I(2143289344)));
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
         }
     }
 };
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -226,15 +226,15 @@ struct adamw_float16 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_weight);
             store(weight_compensation_at + i, narrow_half(p_lost_2));
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
         }
     }
 };
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -297,8 +297,8 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -306,7 +306,7 @@ struct adamw_float32_amsgrad {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -367,7 +367,7 @@ struct adamw_bfloat16_amsgrad {
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            const I p_weight = min(p_x_bits, I(2143289344)) + p_carry >> 16;
+            const I p_weight = min(I(2143289344), p_x_bits) + p_carry >> 16;
             const F p_lost = p_3 - widened(p_weight);
             const F p_lost_2 = where(abs(p_lost) <= 3.4028234663852886e+38f, p_lost, F(0.0f));
             const I p_x_bits_2 = bits(p_lost_2);
@@ -379,10 +379,10 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store_half<2>(weight_compensation_at + i, where(p_lost_2 == p_lost_2, p_x_bits_2 + p_carry_2, I(2143289344)));
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -390,7 +390,7 @@ struct adamw_bfloat16_amsgrad {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -462,8 +462,8 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_weight);
             store(weight_compensation_at + i, narrow_half(p_lost_2));
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }

@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}};
 
@@ -77,15 +77,15 @@ struct adamw_float32 {
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
         }
     }
 };
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}};
 
@@ -157,16 +157,16 @@ struct adamw_bfloat16 {
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I noise = word_xor_3 ^ rotl(word_2, word_add);  // 32 random bits: hash(element, tensor, step)
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + lshr(noise_2, 16));
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + lshr(noise_2, 16));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
         }
     }
 };
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}};
 
@@ -243,20 +243,20 @@ struct adamw_float16 {
             const F p_whole = floor(p_steps);
             const I p_subnormal = to_int(p_steps) + to_int(floor(fma(0.0001220703125f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal = min(p_rebiased + (word_lshr >> 0 << 0), I(260046848)) >> 13;
+            const I p_normal = min(I(260046848), p_rebiased + (word_lshr >> 0 << 0)) >> 13;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I noise = word_xor_3 ^ rotl(word_2, word_add);  // 32 random bits: hash(element, tensor, step)
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, where(p_3 == p_3, p_sign | where(g_bitcast_2 < 6.103515625e-05f, p_subnormal, p_normal), I(32256)));
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
         }
     }
 };
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -319,8 +319,8 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -328,7 +328,7 @@ struct adamw_float32_amsgrad {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -407,9 +407,9 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + lshr(noise_2, 16));
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + lshr(noise_2, 16));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -417,7 +417,7 @@ struct adamw_bfloat16_amsgrad {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -499,15 +499,15 @@ struct adamw_float16_amsgrad {
             const F p_whole = floor(p_steps);
             const I p_subnormal = to_int(p_steps) + to_int(floor(fma(0.0001220703125f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal = min(p_rebiased + (word_lshr >> 0 << 0), I(260046848)) >> 13;
+            const I p_normal = min(I(260046848), p_rebiased + (word_lshr >> 0 << 0)) >> 13;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I noise = word_xor_3 ^ rotl(word_2, word_add);           // 32 random bits: hash(element, tensor, step)
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, where(p_3 == p_3, p_sign | where(g_bitcast_2 < 6.103515625e-05f, p_subnormal, p_normal), I(32256)));
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }

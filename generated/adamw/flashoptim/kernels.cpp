@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 32, TILE = 512;
+    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -101,10 +101,10 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
+            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
+            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
             const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
@@ -130,7 +130,7 @@ struct adamw_float32 {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 32, TILE = 512;
+    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -212,7 +212,7 @@ struct adamw_bfloat16 {
                 const F p_code = counter(weight_low_code) - 8388736.0f;
                 const U16 p_stored = raw(p_at + i);
                 const F p_weight = widened(p_stored);
-                const I p_biased = max(bits(p_weight) >> 23 & 255, I(1));
+                const I p_biased = max(I(1), bits(p_weight) >> 23 & 255);
                 const I p_add = p_biased + -135;
                 const I part = p_add >> 1;
                 // bf16 and its rounding error in 1/254 ulp (FlashOptim)
@@ -222,17 +222,17 @@ struct adamw_bfloat16 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                const I p_kept = min(p_x_bits, I(2143289344)) + p_carry >> 16;
-                const F p_weight_2 = widened(p_kept);
+                const I p_kept_ = min(I(2143289344), p_x_bits) + p_carry >> 16;
+                const F p_weight_2 = widened(p_kept_);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
-                const I p_biased_2 = max(bits(p_weight_2) >> 23 & 255, I(1));
+                const I p_biased_2 = max(I(1), bits(p_weight_2) >> 23 & 255);
                 const I g_sub = 0 - (p_biased_2 + -135);
                 const I part_2 = g_sub >> 1;
-                const F p_units = 127.0f * min(max(p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23), F(-1.0f)), F(1.0f));
+                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
         }
@@ -241,10 +241,10 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
+            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
+            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
             const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
@@ -270,7 +270,7 @@ struct adamw_bfloat16 {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 32, TILE = 512;
+    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -352,7 +352,7 @@ struct adamw_float16 {
                 const F p_code = counter(weight_low_code) - 8388736.0f;
                 const U16 p_stored = raw(p_at + i);
                 const F p_weight = widen_half(p_stored);
-                const I p_biased = max(bits(p_weight) >> 23 & 255, I(113));
+                const I p_biased = max(I(113), bits(p_weight) >> 23 & 255);
                 const I p_add = p_biased + -138;
                 const I part = p_add >> 1;
                 // f16 and its rounding error in 1/254 ulp (FlashOptim)
@@ -360,17 +360,17 @@ struct adamw_float16 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
-                const I p_kept = narrow_half(p_3);
-                const F p_weight_2 = widen_half(p_kept);
+                const I p_kept_ = narrow_half(p_3);
+                const F p_weight_2 = widen_half(p_kept_);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
-                const I p_biased_2 = max(bits(p_weight_2) >> 23 & 255, I(113));
+                const I p_biased_2 = max(I(113), bits(p_weight_2) >> 23 & 255);
                 const I g_sub = 0 - (p_biased_2 + -138);
                 const I part_2 = g_sub >> 1;
-                const F p_units = 127.0f * min(max(p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23), F(-1.0f)), F(1.0f));
+                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store(p_at + i, p_kept);
+                store(p_at + i, p_kept_);
                 store(weight_low_at + i, p_code_2 + 128);
             }
         }
@@ -379,10 +379,10 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
+            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
+            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
             const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
@@ -408,7 +408,7 @@ struct adamw_float16 {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 32, TILE = 512;
+    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -513,12 +513,12 @@ struct adamw_float32_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
+            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
+            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
             const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
+            const F max_exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(max_exp_avg_sq_top));
             const F max_exp_avg_sq_scale_mul_3 = 255.0f / max_exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
@@ -549,7 +549,7 @@ struct adamw_float32_amsgrad {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 32, TILE = 512;
+    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -655,7 +655,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_code = counter(weight_low_code) - 8388736.0f;
                 const U16 p_stored = raw(p_at + i);
                 const F p_weight = widened(p_stored);
-                const I p_biased = max(bits(p_weight) >> 23 & 255, I(1));
+                const I p_biased = max(I(1), bits(p_weight) >> 23 & 255);
                 const I p_add = p_biased + -135;
                 const I part = p_add >> 1;
                 // bf16 and its rounding error in 1/254 ulp (FlashOptim)
@@ -665,17 +665,17 @@ struct adamw_bfloat16_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                const I p_kept = min(p_x_bits, I(2143289344)) + p_carry >> 16;
-                const F p_weight_2 = widened(p_kept);
+                const I p_kept_ = min(I(2143289344), p_x_bits) + p_carry >> 16;
+                const F p_weight_2 = widened(p_kept_);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
-                const I p_biased_2 = max(bits(p_weight_2) >> 23 & 255, I(1));
+                const I p_biased_2 = max(I(1), bits(p_weight_2) >> 23 & 255);
                 const I g_sub = 0 - (p_biased_2 + -135);
                 const I part_2 = g_sub >> 1;
-                const F p_units = 127.0f * min(max(p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23), F(-1.0f)), F(1.0f));
+                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
         }
@@ -685,12 +685,12 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
+            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
+            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
             const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
+            const F max_exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(max_exp_avg_sq_top));
             const F max_exp_avg_sq_scale_mul_3 = 255.0f / max_exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);
@@ -721,7 +721,7 @@ struct adamw_bfloat16_amsgrad {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 32, TILE = 512;
+    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -827,7 +827,7 @@ struct adamw_float16_amsgrad {
                 const F p_code = counter(weight_low_code) - 8388736.0f;
                 const U16 p_stored = raw(p_at + i);
                 const F p_weight = widen_half(p_stored);
-                const I p_biased = max(bits(p_weight) >> 23 & 255, I(113));
+                const I p_biased = max(I(113), bits(p_weight) >> 23 & 255);
                 const I p_add = p_biased + -138;
                 const I part = p_add >> 1;
                 // f16 and its rounding error in 1/254 ulp (FlashOptim)
@@ -835,17 +835,17 @@ struct adamw_float16_amsgrad {
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
-                const I p_kept = narrow_half(p_3);
-                const F p_weight_2 = widen_half(p_kept);
+                const I p_kept_ = narrow_half(p_3);
+                const F p_weight_2 = widen_half(p_kept_);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
-                const I p_biased_2 = max(bits(p_weight_2) >> 23 & 255, I(113));
+                const I p_biased_2 = max(I(113), bits(p_weight_2) >> 23 & 255);
                 const I g_sub = 0 - (p_biased_2 + -138);
                 const I part_2 = g_sub >> 1;
-                const F p_units = 127.0f * min(max(p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23), F(-1.0f)), F(1.0f));
+                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store(p_at + i, p_kept);
+                store(p_at + i, p_kept_);
                 store(weight_low_at + i, p_code_2 + 128);
             }
         }
@@ -855,12 +855,12 @@ struct adamw_float16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(as_float(exp_avg_top), F(9.999999960041972e-13f));
+            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F g_rcp = 1.0f / exp_avg_scale_3;
             const F g_mul = 254.0f * g_rcp;
-            const F exp_avg_sq_scale_3 = max(as_float(exp_avg_sq_top), F(9.999999960041972e-13f));
+            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
             const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            const F max_exp_avg_sq_scale_3 = max(as_float(max_exp_avg_sq_top), F(9.999999960041972e-13f));
+            const F max_exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(max_exp_avg_sq_top));
             const F max_exp_avg_sq_scale_mul_3 = 255.0f / max_exp_avg_sq_scale_3;
             store(g_mul_kept + b, g_mul);
             store(g_rcp_kept + b, g_rcp);

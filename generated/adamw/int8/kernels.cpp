@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -81,7 +81,7 @@ struct adamw_float32 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -138,12 +138,12 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -176,7 +176,7 @@ struct adamw_float32 {
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -191,9 +191,9 @@ struct adamw_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -214,7 +214,7 @@ struct adamw_float32 {
 
 template <class Grad>
 struct adamw_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -257,7 +257,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -317,7 +317,7 @@ struct adamw_bfloat16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -378,7 +378,7 @@ struct adamw_bfloat16 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             }
         }
 
@@ -386,12 +386,12 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -424,7 +424,7 @@ struct adamw_bfloat16 {
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -439,9 +439,9 @@ struct adamw_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -462,7 +462,7 @@ struct adamw_bfloat16 {
 
 template <class Grad>
 struct adamw_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -500,7 +500,7 @@ struct adamw_bfloat16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -509,7 +509,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -569,7 +569,7 @@ struct adamw_float16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -628,12 +628,12 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -666,7 +666,7 @@ struct adamw_float16 {
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(min(bits(g_sqrt) - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -681,9 +681,9 @@ struct adamw_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -704,7 +704,7 @@ struct adamw_float16 {
 
 template <class Grad>
 struct adamw_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -749,7 +749,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -795,7 +795,7 @@ struct adamw_float32_amsgrad {
         alignas(64) float g_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-        I largest_of_block_3_kept[TILE / BLOCK];
+        I largest_of_block_2_kept[TILE / BLOCK];
         I smallest_of_block_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
@@ -819,13 +819,13 @@ struct adamw_float32_amsgrad {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
-            const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
+            const I max_exp_avg_sq_cells = max(I(4), max_exp_avg_sq_header & 255);
             const I max_exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
@@ -847,7 +847,7 @@ struct adamw_float32_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            I largest_of_block_3(INT32_MIN);
+            I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -882,7 +882,7 @@ struct adamw_float32_amsgrad {
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                largest_of_block_3 = larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -892,7 +892,7 @@ struct adamw_float32_amsgrad {
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
-            largest_of_block_3_kept[b] = largest_of_block_3;
+            largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_2_kept[b] = smallest_of_block_2;
         }
 
@@ -900,14 +900,14 @@ struct adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I largest_of_block_3 = largest(largest_of_block_3_kept + b);
+            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -916,13 +916,13 @@ struct adamw_float32_amsgrad {
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
+            const I max_exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block_2)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
-            const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I max_exp_avg_sq_units = min(I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(max_exp_avg_sq_units)), I(255));
+            const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
             store(g_add_2_kept + b, g_add_2);
@@ -957,12 +957,12 @@ struct adamw_float32_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -974,9 +974,9 @@ struct adamw_float32_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -997,7 +997,7 @@ struct adamw_float32_amsgrad {
 
 template <class Grad>
 struct adamw_float32_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1045,7 +1045,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -1091,7 +1091,7 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) float g_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-        I largest_of_block_3_kept[TILE / BLOCK];
+        I largest_of_block_2_kept[TILE / BLOCK];
         I smallest_of_block_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
@@ -1115,13 +1115,13 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
-            const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
+            const I max_exp_avg_sq_cells = max(I(4), max_exp_avg_sq_header & 255);
             const I max_exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
@@ -1143,7 +1143,7 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            I largest_of_block_3(INT32_MIN);
+            I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -1175,7 +1175,7 @@ struct adamw_bfloat16_amsgrad {
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                largest_of_block_3 = larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
@@ -1184,7 +1184,7 @@ struct adamw_bfloat16_amsgrad {
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
-            largest_of_block_3_kept[b] = largest_of_block_3;
+            largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_2_kept[b] = smallest_of_block_2;
         }
 
@@ -1200,7 +1200,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             }
         }
 
@@ -1208,14 +1208,14 @@ struct adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I largest_of_block_3 = largest(largest_of_block_3_kept + b);
+            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -1224,13 +1224,13 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
+            const I max_exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block_2)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
-            const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I max_exp_avg_sq_units = min(I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(max_exp_avg_sq_units)), I(255));
+            const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
             store(g_add_2_kept + b, g_add_2);
@@ -1265,12 +1265,12 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -1282,9 +1282,9 @@ struct adamw_bfloat16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -1305,7 +1305,7 @@ struct adamw_bfloat16_amsgrad {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1347,7 +1347,7 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -1357,7 +1357,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -1403,7 +1403,7 @@ struct adamw_float16_amsgrad {
         alignas(64) float g_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-        I largest_of_block_3_kept[TILE / BLOCK];
+        I largest_of_block_2_kept[TILE / BLOCK];
         I smallest_of_block_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
@@ -1427,13 +1427,13 @@ struct adamw_float16_amsgrad {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
-            const I max_exp_avg_sq_cells = max(max_exp_avg_sq_header & 255, I(4));
+            const I max_exp_avg_sq_cells = max(I(4), max_exp_avg_sq_header & 255);
             const I max_exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
@@ -1455,7 +1455,7 @@ struct adamw_float16_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            I largest_of_block_3(INT32_MIN);
+            I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -1492,7 +1492,7 @@ struct adamw_float16_amsgrad {
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
                 largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                largest_of_block_3 = larger(largest_of_block_3, max_exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -1502,7 +1502,7 @@ struct adamw_float16_amsgrad {
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
-            largest_of_block_3_kept[b] = largest_of_block_3;
+            largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_2_kept[b] = smallest_of_block_2;
         }
 
@@ -1510,14 +1510,14 @@ struct adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I largest_of_block_3 = largest(largest_of_block_3_kept + b);
+            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
             const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
@@ -1526,13 +1526,13 @@ struct adamw_float16_amsgrad {
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) >> 22) + 1;
+            const I max_exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block_2)) >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
-            const I max_exp_avg_sq_units = min(max(max_exp_avg_sq_above - max(max_exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I max_exp_avg_sq_units = min(I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
             const I max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start;
-            const I max_exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(max_exp_avg_sq_units)), I(255));
+            const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
             store(g_add_2_kept + b, g_add_2);
@@ -1567,12 +1567,12 @@ struct adamw_float16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub), I(0)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -1584,9 +1584,9 @@ struct adamw_float16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -1607,7 +1607,7 @@ struct adamw_float16_amsgrad {
 
 template <class Grad>
 struct adamw_float16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 

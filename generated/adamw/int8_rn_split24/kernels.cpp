@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -60,7 +60,7 @@ struct adamw_float32 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -113,12 +113,12 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
+            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
             const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -142,7 +142,7 @@ struct adamw_float32 {
 
 template <class Grad>
 struct adamw_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -185,7 +185,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -225,7 +225,7 @@ struct adamw_bfloat16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -281,7 +281,7 @@ struct adamw_bfloat16 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
-                const I p_word = min(bits(p_3), I(2143289344)) + 32896;
+                const I p_word = min(I(2143289344), bits(p_3)) + 32896;
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -291,12 +291,12 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
+            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
             const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -320,7 +320,7 @@ struct adamw_bfloat16 {
 
 template <class Grad>
 struct adamw_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -358,7 +358,7 @@ struct adamw_bfloat16_small {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I p_word = min(bits(p_3), I(2143289344)) + 32896;
+            const I p_word = min(I(2143289344), bits(p_3)) + 32896;
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -369,7 +369,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -409,7 +409,7 @@ struct adamw_float16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -480,12 +480,12 @@ struct adamw_float16 {
                 const F p_steps = 4294967296.0f * g_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
-                const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_magnitude + -939524080) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
         }
 
@@ -493,12 +493,12 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
+            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
             const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -522,7 +522,7 @@ struct adamw_float16 {
 
 template <class Grad>
 struct adamw_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -575,12 +575,12 @@ struct adamw_float16_small {
             const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
-            const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_magnitude + -939524080) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -589,7 +589,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -637,7 +637,7 @@ struct adamw_float32_amsgrad {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
             const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 65535;
-            const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I max_exp_avg_sq_scale_bits = min(I(1602224112), (max_exp_avg_sq_scale_and << 14) + 536870912);
             const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
@@ -645,7 +645,7 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -716,15 +716,15 @@ struct adamw_float32_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
+            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
             const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
-            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(max_exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
-            const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
+            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(I(612368384), max_exp_avg_sq_top) + 16383, I(1610596352));
+            const I max_exp_avg_sq_divisor = min(I(1602224112), max_exp_avg_sq_up & 2147467264);
             const F max_exp_avg_sq_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -753,7 +753,7 @@ struct adamw_float32_amsgrad {
 
 template <class Grad>
 struct adamw_float32_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -801,7 +801,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -850,7 +850,7 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
             const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 65535;
-            const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I max_exp_avg_sq_scale_bits = min(I(1602224112), (max_exp_avg_sq_scale_and << 14) + 536870912);
             const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
@@ -858,7 +858,7 @@ struct adamw_bfloat16_amsgrad {
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -931,7 +931,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
-                const I p_word = min(bits(p_3), I(2143289344)) + 32896;
+                const I p_word = min(I(2143289344), bits(p_3)) + 32896;
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -942,15 +942,15 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
+            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
             const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
-            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(max_exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
-            const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
+            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(I(612368384), max_exp_avg_sq_top) + 16383, I(1610596352));
+            const I max_exp_avg_sq_divisor = min(I(1602224112), max_exp_avg_sq_up & 2147467264);
             const F max_exp_avg_sq_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -979,7 +979,7 @@ struct adamw_bfloat16_amsgrad {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1021,7 +1021,7 @@ struct adamw_bfloat16_amsgrad_small {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I p_word = min(bits(p_3), I(2143289344)) + 32896;
+            const I p_word = min(I(2143289344), bits(p_3)) + 32896;
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1033,7 +1033,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -1082,7 +1082,7 @@ struct adamw_float16_amsgrad {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
             const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 65535;
-            const I max_exp_avg_sq_scale_bits = min((max_exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I max_exp_avg_sq_scale_bits = min(I(1602224112), (max_exp_avg_sq_scale_and << 14) + 536870912);
             const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
@@ -1090,7 +1090,7 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min((exp_avg_sq_scale_and << 14) + 536870912, I(1602224112));
+            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
             const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -1178,12 +1178,12 @@ struct adamw_float16_amsgrad {
                 const F p_steps = 4294967296.0f * g_bitcast_2;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
-                const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_magnitude + -939524080) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
         }
 
@@ -1192,15 +1192,15 @@ struct adamw_float16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(exp_avg_sq_up & 2147467264, I(1602224112));
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
+            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
             const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
-            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(max_exp_avg_sq_top, I(612368384)) + 16383, I(1610596352));
-            const I max_exp_avg_sq_divisor = min(max_exp_avg_sq_up & 2147467264, I(1602224112));
+            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(I(612368384), max_exp_avg_sq_top) + 16383, I(1610596352));
+            const I max_exp_avg_sq_divisor = min(I(1602224112), max_exp_avg_sq_up & 2147467264);
             const F max_exp_avg_sq_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
             store(g_mul_kept + b, g_mul);
             store(g_mul_2_kept + b, g_mul_2);
@@ -1229,7 +1229,7 @@ struct adamw_float16_amsgrad {
 
 template <class Grad>
 struct adamw_float16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1286,12 +1286,12 @@ struct adamw_float16_amsgrad_small {
             const F p_steps = 4294967296.0f * g_bitcast_2;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
-            const I p_normal_2 = min(p_magnitude + -939524080, I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_magnitude + -939524080) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);

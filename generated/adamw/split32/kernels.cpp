@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}};
 
@@ -77,15 +77,15 @@ struct adamw_float32 {
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
         }
     }
 };
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -141,7 +141,7 @@ struct adamw_bfloat16 {
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_word = min(bits(p_3), I(2143289344)) + 32768;
+            const I p_word = min(I(2143289344), bits(p_3)) + 32768;
             const I p_low_2 = (p_word & 65535) + -32768;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
@@ -150,15 +150,15 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store_half<2>(p_at + i, p_word);
             store(weight_low_at + i, p_low_2);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
         }
     }
 };
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -227,27 +227,27 @@ struct adamw_float16 {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased, I(260046848)) << 3;
+            const I p_normal_2 = min(I(260046848), p_rebiased) << 3;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(2113929216)) + 32768;
             const I p_low_2 = p_word & 65535;
-            const I p_kept = p_low_2 + -32768;
+            const I p_kept_ = p_low_2 + -32768;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_sign | p_word >> 16);
-            store(weight_low_at + i, p_kept);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store(weight_low_at + i, p_kept_);
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
         }
     }
 };
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -310,8 +310,8 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -319,7 +319,7 @@ struct adamw_float32_amsgrad {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -380,7 +380,7 @@ struct adamw_bfloat16_amsgrad {
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_word = min(bits(p_3), I(2143289344)) + 32768;
+            const I p_word = min(I(2143289344), bits(p_3)) + 32768;
             const I p_low_2 = (p_word & 65535) + -32768;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
@@ -391,8 +391,8 @@ struct adamw_bfloat16_amsgrad {
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, p_word);
             store(weight_low_at + i, p_low_2);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -400,7 +400,7 @@ struct adamw_bfloat16_amsgrad {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {2, false, true}, {2, false, true}, {2, false, true}, {2, false, true}};
 
@@ -474,11 +474,11 @@ struct adamw_float16_amsgrad {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased, I(260046848)) << 3;
+            const I p_normal_2 = min(I(260046848), p_rebiased) << 3;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(2113929216)) + 32768;
             const I p_low_2 = p_word & 65535;
-            const I p_kept = p_low_2 + -32768;
+            const I p_kept_ = p_low_2 + -32768;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
@@ -487,9 +487,9 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_sign | p_word >> 16);
-            store(weight_low_at + i, p_kept);
-            store_half<2>(exp_avg_at + i, min(exp_avg_x_bits, I(2143289344)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(exp_avg_sq_x_bits, I(2143289344)) + (noise & 65535));
+            store(weight_low_at + i, p_kept_);
+            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }

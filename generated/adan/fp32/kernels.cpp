@@ -25,7 +25,7 @@ namespace {
 
 template <class Grad>
 struct adan_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 15;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -86,7 +86,7 @@ struct adan_float32 {
 
 template <class Grad>
 struct adan_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 15;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -140,7 +140,7 @@ struct adan_bfloat16 {
             const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_diff_at + i, exp_avg_diff_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -151,7 +151,7 @@ struct adan_bfloat16 {
 
 template <class Grad>
 struct adan_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 15;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 

@@ -25,7 +25,7 @@ namespace {
 
 template <class Grad>
 struct adan_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 13;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -79,7 +79,7 @@ struct adan_float32 {
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_diff_top_kept[TILE / BLOCK];
-        I largest_of_block_3_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I prev_grad_top_kept[TILE / BLOCK];
 
@@ -120,7 +120,7 @@ struct adan_float32 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -144,7 +144,7 @@ struct adan_float32 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_diff_top(INT32_MIN);
-            I largest_of_block_3(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -187,7 +187,7 @@ struct adan_float32 {
                 const F g_abs_2 = abs(g_2);
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 exp_avg_diff_top = larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
-                largest_of_block_3 = larger(largest_of_block_3, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 prev_grad_top = larger(prev_grad_top, bits(g_abs_2), i, end);
                 store(exp_avg_diff_kept + i, exp_avg_diff);
@@ -199,7 +199,7 @@ struct adan_float32 {
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_diff_top_kept[b] = exp_avg_diff_top;
-            largest_of_block_3_kept[b] = largest_of_block_3;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
             prev_grad_top_kept[b] = prev_grad_top;
         }
@@ -222,32 +222,32 @@ struct adan_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_diff_top = largest(exp_avg_diff_top_kept + b);
-            const I largest_of_block_3 = largest(largest_of_block_3_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I prev_grad_top = largest(prev_grad_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_diff_up = max(exp_avg_diff_top, I(75497472)) + 32767;
+            const I exp_avg_diff_up = max(I(75497472), exp_avg_diff_top) + 32767;
             const I exp_avg_diff_up_2 = where(exp_avg_diff_top < 2139095040, exp_avg_diff_up, I(2143289344));
-            const I exp_avg_diff_divisor = min(exp_avg_diff_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_diff_divisor = min(I(2139095039), exp_avg_diff_up_2 & 2147450880);
             const F prev_grad_scale_mul = as_float(exp_avg_diff_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I prev_grad_up = max(prev_grad_top, I(75497472)) + 32767;
+            const I prev_grad_up = max(I(75497472), prev_grad_top) + 32767;
             const I prev_grad_up_2 = where(prev_grad_top < 2139095040, prev_grad_up, I(2143289344));
-            const I prev_grad_divisor = min(prev_grad_up_2 & 2147450880, I(2139095039));
+            const I prev_grad_divisor = min(I(2139095039), prev_grad_up_2 & 2147450880);
             const F g_mul_2 = as_float(prev_grad_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(prev_grad_scale_mul_kept + b, prev_grad_scale_mul);
@@ -281,7 +281,7 @@ struct adan_float32 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul), 3200.0f));
                 const I exp_avg_sq_offset = lshr(noise_2, 8) + prev_grad_scale_add;
-                const I exp_avg_sq_position = max(min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -293,7 +293,7 @@ struct adan_float32 {
 
 template <class Grad>
 struct adan_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 15;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -354,7 +354,7 @@ struct adan_float32_small {
 
 template <class Grad>
 struct adan_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 13;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -409,7 +409,7 @@ struct adan_bfloat16 {
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_diff_top_kept[TILE / BLOCK];
-        I largest_of_block_3_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I prev_grad_top_kept[TILE / BLOCK];
 
@@ -450,7 +450,7 @@ struct adan_bfloat16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -474,7 +474,7 @@ struct adan_bfloat16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_diff_top(INT32_MIN);
-            I largest_of_block_3(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -518,7 +518,7 @@ struct adan_bfloat16 {
                 const F g_abs_2 = abs(g);
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 exp_avg_diff_top = larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
-                largest_of_block_3 = larger(largest_of_block_3, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 prev_grad_top = larger(prev_grad_top, bits(g_abs_2), i, end);
                 store(exp_avg_diff_kept + i, exp_avg_diff);
@@ -530,7 +530,7 @@ struct adan_bfloat16 {
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_diff_top_kept[b] = exp_avg_diff_top;
-            largest_of_block_3_kept[b] = largest_of_block_3;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
             prev_grad_top_kept[b] = prev_grad_top;
         }
@@ -548,7 +548,7 @@ struct adan_bfloat16 {
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
                 const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;       // 34  p = proximal(p, lr, weight_decay)
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise_2 & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + ((noise_2 & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -558,32 +558,32 @@ struct adan_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_diff_top = largest(exp_avg_diff_top_kept + b);
-            const I largest_of_block_3 = largest(largest_of_block_3_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I prev_grad_top = largest(prev_grad_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_diff_up = max(exp_avg_diff_top, I(75497472)) + 32767;
+            const I exp_avg_diff_up = max(I(75497472), exp_avg_diff_top) + 32767;
             const I exp_avg_diff_up_2 = where(exp_avg_diff_top < 2139095040, exp_avg_diff_up, I(2143289344));
-            const I exp_avg_diff_divisor = min(exp_avg_diff_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_diff_divisor = min(I(2139095039), exp_avg_diff_up_2 & 2147450880);
             const F prev_grad_scale_mul = as_float(exp_avg_diff_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I prev_grad_up = max(prev_grad_top, I(75497472)) + 32767;
+            const I prev_grad_up = max(I(75497472), prev_grad_top) + 32767;
             const I prev_grad_up_2 = where(prev_grad_top < 2139095040, prev_grad_up, I(2143289344));
-            const I prev_grad_divisor = min(prev_grad_up_2 & 2147450880, I(2139095039));
+            const I prev_grad_divisor = min(I(2139095039), prev_grad_up_2 & 2147450880);
             const F g_mul_2 = as_float(prev_grad_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(prev_grad_scale_mul_kept + b, prev_grad_scale_mul);
@@ -617,7 +617,7 @@ struct adan_bfloat16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul), 3200.0f));
                 const I exp_avg_sq_offset = lshr(noise_2, 8) + prev_grad_scale_add;
-                const I exp_avg_sq_position = max(min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -629,7 +629,7 @@ struct adan_bfloat16 {
 
 template <class Grad>
 struct adan_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 15;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -702,7 +702,7 @@ struct adan_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_3), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -715,7 +715,7 @@ struct adan_bfloat16_small {
 
 template <class Grad>
 struct adan_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 13;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -770,7 +770,7 @@ struct adan_float16 {
         alignas(64) float g_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_diff_top_kept[TILE / BLOCK];
-        I largest_of_block_3_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I prev_grad_top_kept[TILE / BLOCK];
 
@@ -811,7 +811,7 @@ struct adan_float16 {
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -835,7 +835,7 @@ struct adan_float16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_diff_top(INT32_MIN);
-            I largest_of_block_3(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -879,7 +879,7 @@ struct adan_float16 {
                 const F g_abs_2 = abs(g);
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 exp_avg_diff_top = larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
-                largest_of_block_3 = larger(largest_of_block_3, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 prev_grad_top = larger(prev_grad_top, bits(g_abs_2), i, end);
                 store(exp_avg_diff_kept + i, exp_avg_diff);
@@ -891,7 +891,7 @@ struct adan_float16 {
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_diff_top_kept[b] = exp_avg_diff_top;
-            largest_of_block_3_kept[b] = largest_of_block_3;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
             prev_grad_top_kept[b] = prev_grad_top;
         }
@@ -926,12 +926,12 @@ struct adan_float16 {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(prev_grad_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
         }
 
@@ -939,32 +939,32 @@ struct adan_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_diff_top = largest(exp_avg_diff_top_kept + b);
-            const I largest_of_block_3 = largest(largest_of_block_3_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I prev_grad_top = largest(prev_grad_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_diff_up = max(exp_avg_diff_top, I(75497472)) + 32767;
+            const I exp_avg_diff_up = max(I(75497472), exp_avg_diff_top) + 32767;
             const I exp_avg_diff_up_2 = where(exp_avg_diff_top < 2139095040, exp_avg_diff_up, I(2143289344));
-            const I exp_avg_diff_divisor = min(exp_avg_diff_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_diff_divisor = min(I(2139095039), exp_avg_diff_up_2 & 2147450880);
             const F prev_grad_scale_mul = as_float(exp_avg_diff_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_above = (min(max(largest_of_block_3, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I prev_grad_up = max(prev_grad_top, I(75497472)) + 32767;
+            const I prev_grad_up = max(I(75497472), prev_grad_top) + 32767;
             const I prev_grad_up_2 = where(prev_grad_top < 2139095040, prev_grad_up, I(2143289344));
-            const I prev_grad_divisor = min(prev_grad_up_2 & 2147450880, I(2139095039));
+            const I prev_grad_divisor = min(I(2139095039), prev_grad_up_2 & 2147450880);
             const F g_mul_2 = as_float(prev_grad_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(prev_grad_scale_mul_kept + b, prev_grad_scale_mul);
@@ -998,7 +998,7 @@ struct adan_float16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul), 3200.0f));
                 const I exp_avg_sq_offset = lshr(noise_2, 8) + prev_grad_scale_add;
-                const I exp_avg_sq_position = max(min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -1010,7 +1010,7 @@ struct adan_float16 {
 
 template <class Grad>
 struct adan_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 15;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1100,12 +1100,12 @@ struct adan_float16_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_diff_at + i, exp_avg_diff_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

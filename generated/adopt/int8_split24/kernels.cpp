@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adopt_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -58,7 +58,7 @@ struct adopt_float32 {
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -77,7 +77,7 @@ struct adopt_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -98,7 +98,7 @@ struct adopt_float32 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -127,7 +127,7 @@ struct adopt_float32 {
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
@@ -135,28 +135,28 @@ struct adopt_float32 {
                 store(p_at + i, p_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I p_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -182,7 +182,7 @@ struct adopt_float32 {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), p_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + p_add;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -192,7 +192,7 @@ struct adopt_float32 {
 
 template <class Grad>
 struct adopt_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -240,7 +240,7 @@ struct adopt_float32_small {
 
 template <class Grad>
 struct adopt_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -278,7 +278,7 @@ struct adopt_bfloat16 {
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -297,7 +297,7 @@ struct adopt_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -318,7 +318,7 @@ struct adopt_bfloat16 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -348,14 +348,14 @@ struct adopt_bfloat16 {
                 const F p_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
@@ -368,7 +368,7 @@ struct adopt_bfloat16 {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, exp_avg, p);                           // 31  p = p - lr * exp_avg
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -377,21 +377,21 @@ struct adopt_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I p_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -417,7 +417,7 @@ struct adopt_bfloat16 {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), p_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + p_add;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -427,7 +427,7 @@ struct adopt_bfloat16 {
 
 template <class Grad>
 struct adopt_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -488,7 +488,7 @@ struct adopt_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -499,7 +499,7 @@ struct adopt_bfloat16_small {
 
 template <class Grad>
 struct adopt_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -537,7 +537,7 @@ struct adopt_float16 {
         alignas(64) int32_t p_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -556,7 +556,7 @@ struct adopt_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -577,7 +577,7 @@ struct adopt_float16 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -622,44 +622,44 @@ struct adopt_float16 {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const F p_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F p_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I p_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I p_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -685,7 +685,7 @@ struct adopt_float16 {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), p_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + p_add;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, p_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -695,7 +695,7 @@ struct adopt_float16 {
 
 template <class Grad>
 struct adopt_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -773,12 +773,12 @@ struct adopt_float16_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -787,7 +787,7 @@ struct adopt_float16_small {
 
 template <class Grad>
 struct adopt_float32_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -824,7 +824,7 @@ struct adopt_float32_decoupled_weight_decay {
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -843,7 +843,7 @@ struct adopt_float32_decoupled_weight_decay {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -864,7 +864,7 @@ struct adopt_float32_decoupled_weight_decay {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -894,7 +894,7 @@ struct adopt_float32_decoupled_weight_decay {
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
@@ -902,28 +902,28 @@ struct adopt_float32_decoupled_weight_decay {
                 store(p_at + i, p_3);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I g_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -949,7 +949,7 @@ struct adopt_float32_decoupled_weight_decay {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -959,7 +959,7 @@ struct adopt_float32_decoupled_weight_decay {
 
 template <class Grad>
 struct adopt_float32_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -1006,7 +1006,7 @@ struct adopt_float32_decoupled_weight_decay_small {
 
 template <class Grad>
 struct adopt_bfloat16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -1044,7 +1044,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -1063,7 +1063,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -1084,7 +1084,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -1111,14 +1111,14 @@ struct adopt_bfloat16_decoupled_weight_decay {
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
@@ -1133,7 +1133,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
                 // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
                 const F p_2 = scalar_0 * p;
                 const F p_3 = fma(minus_lr, exp_avg, p_2);                         // 31  p = p - lr * exp_avg
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1142,21 +1142,21 @@ struct adopt_bfloat16_decoupled_weight_decay {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I g_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -1182,7 +1182,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -1192,7 +1192,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
 
 template <class Grad>
 struct adopt_bfloat16_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1253,7 +1253,7 @@ struct adopt_bfloat16_decoupled_weight_decay_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1264,7 +1264,7 @@ struct adopt_bfloat16_decoupled_weight_decay_small {
 
 template <class Grad>
 struct adopt_float16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -1302,7 +1302,7 @@ struct adopt_float16_decoupled_weight_decay {
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -1321,7 +1321,7 @@ struct adopt_float16_decoupled_weight_decay {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(exp_avg_sq_header & 255, I(4));
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -1342,7 +1342,7 @@ struct adopt_float16_decoupled_weight_decay {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -1369,14 +1369,14 @@ struct adopt_float16_decoupled_weight_decay {
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
             }
             exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
@@ -1407,33 +1407,33 @@ struct adopt_float16_decoupled_weight_decay {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
-            const I exp_avg_sq_units = min(max(exp_avg_sq_above - max(exp_avg_sq_below, I(128)), I(1)), I(64));
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
             const I g_sub = 1601175552 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(to_int(256.5f / to_float(exp_avg_sq_units)), I(255));
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
@@ -1459,7 +1459,7 @@ struct adopt_float16_decoupled_weight_decay {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_sq_position = max(min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub), I(0)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -1469,7 +1469,7 @@ struct adopt_float16_decoupled_weight_decay {
 
 template <class Grad>
 struct adopt_float16_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1547,12 +1547,12 @@ struct adopt_float16_decoupled_weight_decay_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }

@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct madgrad_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -75,7 +75,7 @@ struct madgrad_float32 {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
-            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
+            const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
@@ -144,21 +144,21 @@ struct madgrad_float32 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
-            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
+            const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
+            const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(s_top, I(75497472)) + 32767;
+            const I s_up = max(I(75497472), s_top) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
+            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
             const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
@@ -181,7 +181,7 @@ struct madgrad_float32 {
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise & 4095) >> 12);
@@ -192,7 +192,7 @@ struct madgrad_float32 {
 
 template <class Grad>
 struct madgrad_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -238,7 +238,7 @@ struct madgrad_float32_small {
 
 template <class Grad>
 struct madgrad_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -293,7 +293,7 @@ struct madgrad_bfloat16 {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
-            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
+            const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
@@ -344,7 +344,7 @@ struct madgrad_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(z), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(z)) + ((noise & 255) + 32768);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
@@ -366,21 +366,21 @@ struct madgrad_bfloat16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
-            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
+            const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
+            const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(s_top, I(75497472)) + 32767;
+            const I s_up = max(I(75497472), s_top) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
+            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
             const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
@@ -403,7 +403,7 @@ struct madgrad_bfloat16 {
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
@@ -414,7 +414,7 @@ struct madgrad_bfloat16 {
 
 template <class Grad>
 struct madgrad_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -473,7 +473,7 @@ struct madgrad_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(z), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(z)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
@@ -484,7 +484,7 @@ struct madgrad_bfloat16_small {
 
 template <class Grad>
 struct madgrad_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -539,7 +539,7 @@ struct madgrad_float16 {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
-            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
+            const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
@@ -607,10 +607,10 @@ struct madgrad_float16 {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(s_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(z == z, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
@@ -620,7 +620,7 @@ struct madgrad_float16 {
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -632,21 +632,21 @@ struct madgrad_float16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
-            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
+            const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
+            const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(s_top, I(75497472)) + 32767;
+            const I s_up = max(I(75497472), s_top) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
+            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
             const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
@@ -669,7 +669,7 @@ struct madgrad_float16 {
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
@@ -680,7 +680,7 @@ struct madgrad_float16 {
 
 template <class Grad>
 struct madgrad_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -756,12 +756,12 @@ struct madgrad_float16_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(s_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(z == z, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
         }
@@ -770,7 +770,7 @@ struct madgrad_float16_small {
 
 template <class Grad>
 struct madgrad_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {4, false, true}};
 
@@ -826,7 +826,7 @@ struct madgrad_float32_has_momentum {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
-            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
+            const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
@@ -893,21 +893,21 @@ struct madgrad_float32_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
-            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
+            const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
+            const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(s_top, I(75497472)) + 32767;
+            const I s_up = max(I(75497472), s_top) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
+            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
             const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
@@ -930,7 +930,7 @@ struct madgrad_float32_has_momentum {
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise & 4095) >> 12);
@@ -941,7 +941,7 @@ struct madgrad_float32_has_momentum {
 
 template <class Grad>
 struct madgrad_float32_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -987,7 +987,7 @@ struct madgrad_float32_has_momentum_small {
 
 template <class Grad>
 struct madgrad_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {4, false, true}};
 
@@ -1044,7 +1044,7 @@ struct madgrad_bfloat16_has_momentum {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
-            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
+            const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
@@ -1092,7 +1092,7 @@ struct madgrad_bfloat16_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
@@ -1115,21 +1115,21 @@ struct madgrad_bfloat16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
-            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
+            const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
+            const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(s_top, I(75497472)) + 32767;
+            const I s_up = max(I(75497472), s_top) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
+            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
             const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
@@ -1152,7 +1152,7 @@ struct madgrad_bfloat16_has_momentum {
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
@@ -1163,7 +1163,7 @@ struct madgrad_bfloat16_has_momentum {
 
 template <class Grad>
 struct madgrad_bfloat16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1222,7 +1222,7 @@ struct madgrad_bfloat16_has_momentum_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
@@ -1234,7 +1234,7 @@ struct madgrad_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct madgrad_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {4, false, true}};
 
@@ -1291,7 +1291,7 @@ struct madgrad_float16_has_momentum {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
-            const I grad_sum_sq_cells = max(grad_sum_sq_header & 255, I(4));
+            const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
             const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
@@ -1356,10 +1356,10 @@ struct madgrad_float16_has_momentum {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(s_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
@@ -1369,7 +1369,7 @@ struct madgrad_float16_has_momentum {
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
                 store(x0_at + i, x0);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -1382,21 +1382,21 @@ struct madgrad_float16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
-            const I grad_sum_sq_units = min(max(grad_sum_sq_above - max(grad_sum_sq_below, I(128)), I(1)), I(64));
+            const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
             const I p_sub = 1601175552 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(to_int(256.5f / to_float(grad_sum_sq_units)), I(255));
+            const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
             const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
             const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(s_top, I(75497472)) + 32767;
+            const I s_up = max(I(75497472), s_top) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(s_up_2 & 2147450880, I(2139095039));
+            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
             const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
@@ -1419,7 +1419,7 @@ struct madgrad_float16_has_momentum {
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub), I(0)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
@@ -1430,7 +1430,7 @@ struct madgrad_float16_has_momentum {
 
 template <class Grad>
 struct madgrad_float16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1505,12 +1505,12 @@ struct madgrad_float16_has_momentum_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(s_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
             store(x0_at + i, x0);

@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct rmsprop_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -55,7 +55,7 @@ struct rmsprop_float32 {
 
 template <class Grad>
 struct rmsprop_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -86,7 +86,7 @@ struct rmsprop_bfloat16 {
             const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(square_avg_at + i, square_avg_2);
         }
     }
@@ -94,7 +94,7 @@ struct rmsprop_bfloat16 {
 
 template <class Grad>
 struct rmsprop_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -131,7 +131,7 @@ struct rmsprop_float16 {
 
 template <class Grad>
 struct rmsprop_float32_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -172,7 +172,7 @@ struct rmsprop_float32_has_momentum {
 
 template <class Grad>
 struct rmsprop_bfloat16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -207,7 +207,7 @@ struct rmsprop_bfloat16_has_momentum {
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -216,7 +216,7 @@ struct rmsprop_bfloat16_has_momentum {
 
 template <class Grad>
 struct rmsprop_float16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -258,7 +258,7 @@ struct rmsprop_float16_has_momentum {
 
 template <class Grad>
 struct rmsprop_float32_centered {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -289,7 +289,7 @@ struct rmsprop_float32_centered {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             store(p_at + i, p_2);
@@ -301,7 +301,7 @@ struct rmsprop_float32_centered {
 
 template <class Grad>
 struct rmsprop_bfloat16_centered {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -333,12 +333,12 @@ struct rmsprop_bfloat16_centered {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
         }
@@ -347,7 +347,7 @@ struct rmsprop_bfloat16_centered {
 
 template <class Grad>
 struct rmsprop_float16_centered {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -379,7 +379,7 @@ struct rmsprop_float16_centered {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
@@ -391,7 +391,7 @@ struct rmsprop_float16_centered {
 
 template <class Grad>
 struct rmsprop_float32_centered_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -425,7 +425,7 @@ struct rmsprop_float32_centered_has_momentum {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_3, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
@@ -439,7 +439,7 @@ struct rmsprop_float32_centered_has_momentum {
 
 template <class Grad>
 struct rmsprop_bfloat16_centered_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -474,13 +474,13 @@ struct rmsprop_bfloat16_centered_has_momentum {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -490,7 +490,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
 template <class Grad>
 struct rmsprop_float16_centered_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -525,7 +525,7 @@ struct rmsprop_float16_centered_has_momentum {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update

@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct rmsprop_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}};
 
@@ -65,7 +65,7 @@ struct rmsprop_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -114,15 +114,15 @@ struct rmsprop_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -143,7 +143,7 @@ struct rmsprop_float32 {
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
         }
@@ -152,7 +152,7 @@ struct rmsprop_float32 {
 
 template <class Grad>
 struct rmsprop_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -188,7 +188,7 @@ struct rmsprop_float32_small {
 
 template <class Grad>
 struct rmsprop_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -235,7 +235,7 @@ struct rmsprop_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -271,7 +271,7 @@ struct rmsprop_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 const I square_avg_pattern = bits(p_sqrt);
                 largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
@@ -288,15 +288,15 @@ struct rmsprop_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -317,7 +317,7 @@ struct rmsprop_bfloat16 {
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
         }
@@ -326,7 +326,7 @@ struct rmsprop_bfloat16 {
 
 template <class Grad>
 struct rmsprop_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -376,7 +376,7 @@ struct rmsprop_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -386,7 +386,7 @@ struct rmsprop_bfloat16_small {
 
 template <class Grad>
 struct rmsprop_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -433,7 +433,7 @@ struct rmsprop_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -486,17 +486,17 @@ struct rmsprop_float16 {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(p_sqrt);
                 largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -506,15 +506,15 @@ struct rmsprop_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -535,7 +535,7 @@ struct rmsprop_float16 {
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
         }
@@ -544,7 +544,7 @@ struct rmsprop_float16 {
 
 template <class Grad>
 struct rmsprop_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -611,12 +611,12 @@ struct rmsprop_float16_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(square_avg_at + i, square_avg_2);
         }
     }
@@ -624,7 +624,7 @@ struct rmsprop_float16_small {
 
 template <class Grad>
 struct rmsprop_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -677,7 +677,7 @@ struct rmsprop_float32_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -743,21 +743,21 @@ struct rmsprop_float32_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F p_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -780,7 +780,7 @@ struct rmsprop_float32_has_momentum {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise & 4095) >> 12);
@@ -791,7 +791,7 @@ struct rmsprop_float32_has_momentum {
 
 template <class Grad>
 struct rmsprop_float32_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -832,7 +832,7 @@ struct rmsprop_float32_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -886,7 +886,7 @@ struct rmsprop_bfloat16_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -956,7 +956,7 @@ struct rmsprop_bfloat16_has_momentum {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -967,21 +967,21 @@ struct rmsprop_bfloat16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F p_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -1004,7 +1004,7 @@ struct rmsprop_bfloat16_has_momentum {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
@@ -1015,7 +1015,7 @@ struct rmsprop_bfloat16_has_momentum {
 
 template <class Grad>
 struct rmsprop_bfloat16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1069,7 +1069,7 @@ struct rmsprop_bfloat16_has_momentum_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -1080,7 +1080,7 @@ struct rmsprop_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -1134,7 +1134,7 @@ struct rmsprop_float16_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -1199,10 +1199,10 @@ struct rmsprop_float16_has_momentum {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(p_sqrt);
                 const F p_abs = abs(momentum_buffer);
                 largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
@@ -1212,7 +1212,7 @@ struct rmsprop_float16_has_momentum {
                 store(p_sqrt_kept + i, p_sqrt);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -1224,21 +1224,21 @@ struct rmsprop_float16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F p_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -1261,7 +1261,7 @@ struct rmsprop_float16_has_momentum {
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(bits(p_sqrt) - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
@@ -1272,7 +1272,7 @@ struct rmsprop_float16_has_momentum {
 
 template <class Grad>
 struct rmsprop_float16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1343,12 +1343,12 @@ struct rmsprop_float16_has_momentum_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(square_avg_at + i, square_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -1357,7 +1357,7 @@ struct rmsprop_float16_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_float32_centered {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -1416,7 +1416,7 @@ struct rmsprop_float32_centered {
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -1454,7 +1454,7 @@ struct rmsprop_float32_centered {
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-                const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
+                const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
@@ -1476,15 +1476,15 @@ struct rmsprop_float32_centered {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -1514,7 +1514,7 @@ struct rmsprop_float32_centered {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
@@ -1529,9 +1529,9 @@ struct rmsprop_float32_centered {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
+            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
+            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
             const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
             store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
@@ -1552,7 +1552,7 @@ struct rmsprop_float32_centered {
 
 template <class Grad>
 struct rmsprop_float32_centered_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -1583,7 +1583,7 @@ struct rmsprop_float32_centered_small {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             store(p_at + i, p_2);
@@ -1595,7 +1595,7 @@ struct rmsprop_float32_centered_small {
 
 template <class Grad>
 struct rmsprop_bfloat16_centered {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -1655,7 +1655,7 @@ struct rmsprop_bfloat16_centered {
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -1695,13 +1695,13 @@ struct rmsprop_bfloat16_centered {
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-                const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
+                const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 const F update = g_2 / (sqrt(variance) + eps);                     // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
@@ -1719,15 +1719,15 @@ struct rmsprop_bfloat16_centered {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -1757,7 +1757,7 @@ struct rmsprop_bfloat16_centered {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
@@ -1772,9 +1772,9 @@ struct rmsprop_bfloat16_centered {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
+            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
+            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
             const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
             store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
@@ -1795,7 +1795,7 @@ struct rmsprop_bfloat16_centered {
 
 template <class Grad>
 struct rmsprop_bfloat16_centered_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -1846,13 +1846,13 @@ struct rmsprop_bfloat16_centered_small {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_2 / (sqrt(variance) + eps);                     // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -1863,7 +1863,7 @@ struct rmsprop_bfloat16_centered_small {
 
 template <class Grad>
 struct rmsprop_float16_centered {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -1923,7 +1923,7 @@ struct rmsprop_float16_centered {
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -1971,7 +1971,7 @@ struct rmsprop_float16_centered {
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-                const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
+                const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
                 const I p_bitcast = bits(p_2);
@@ -1986,10 +1986,10 @@ struct rmsprop_float16_centered {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
@@ -1997,7 +1997,7 @@ struct rmsprop_float16_centered {
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -2007,15 +2007,15 @@ struct rmsprop_float16_centered {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
@@ -2045,7 +2045,7 @@ struct rmsprop_float16_centered {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
@@ -2060,9 +2060,9 @@ struct rmsprop_float16_centered {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
+            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
+            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
             const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
             store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
@@ -2083,7 +2083,7 @@ struct rmsprop_float16_centered {
 
 template <class Grad>
 struct rmsprop_float16_centered_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -2141,7 +2141,7 @@ struct rmsprop_float16_centered_small {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             const I p_bitcast = bits(p_2);
@@ -2156,12 +2156,12 @@ struct rmsprop_float16_centered_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
         }
@@ -2170,7 +2170,7 @@ struct rmsprop_float16_centered_small {
 
 template <class Grad>
 struct rmsprop_float32_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -2248,7 +2248,7 @@ struct rmsprop_float32_centered_has_momentum {
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -2299,7 +2299,7 @@ struct rmsprop_float32_centered_has_momentum {
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-                const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
+                const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_3, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
@@ -2329,23 +2329,23 @@ struct rmsprop_float32_centered_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
             const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F p_mul_2 = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -2373,7 +2373,7 @@ struct rmsprop_float32_centered_has_momentum {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
@@ -2399,9 +2399,9 @@ struct rmsprop_float32_centered_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
+            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
+            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
             const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
             store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
@@ -2422,7 +2422,7 @@ struct rmsprop_float32_centered_has_momentum {
 
 template <class Grad>
 struct rmsprop_float32_centered_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -2456,7 +2456,7 @@ struct rmsprop_float32_centered_has_momentum_small {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_3, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
@@ -2470,7 +2470,7 @@ struct rmsprop_float32_centered_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_bfloat16_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -2549,7 +2549,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -2602,7 +2602,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-                const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
+                const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const I word_and = lane(i);
@@ -2634,7 +2634,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise_2 & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise_2 & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2645,23 +2645,23 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
             const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F p_mul_2 = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -2689,7 +2689,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
@@ -2715,9 +2715,9 @@ struct rmsprop_bfloat16_centered_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
+            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
+            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
             const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
             store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
@@ -2738,7 +2738,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
 template <class Grad>
 struct rmsprop_bfloat16_centered_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -2792,14 +2792,14 @@ struct rmsprop_bfloat16_centered_has_momentum_small {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -2811,7 +2811,7 @@ struct rmsprop_bfloat16_centered_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_float16_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -2890,7 +2890,7 @@ struct rmsprop_float16_centered_has_momentum {
             const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(square_avg_header & 255, I(4));
+            const I square_avg_cells = max(I(4), square_avg_header & 255);
             const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
             const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
@@ -2951,7 +2951,7 @@ struct rmsprop_float16_centered_has_momentum {
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-                const F variance = max(fma(-grad_avg, grad_avg, square_avg_2), F(0.0f));
+                const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
@@ -2967,10 +2967,10 @@ struct rmsprop_float16_centered_has_momentum {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I noise = word_xor_3 ^ rotl(word_2, word_add);         // 32 random bits: hash(element, tensor, step)
                 const F p_abs = abs(momentum_buffer);
@@ -2983,7 +2983,7 @@ struct rmsprop_float16_centered_has_momentum {
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_2_kept + i, noise_2);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -2995,23 +2995,23 @@ struct rmsprop_float16_centered_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_above = (min(max(largest_of_block, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
-            const I square_avg_units = min(max(square_avg_above - max(square_avg_below, I(128)), I(1)), I(64));
+            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
             const I p_sub = 1601175552 - square_avg_base;
-            const I square_avg_cells_2 = min(to_int(256.5f / to_float(square_avg_units)), I(255));
+            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I p_add = square_avg_half * square_avg_scale + -8388608;
             const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
             const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
             const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F p_mul_2 = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(p_add_kept + b, p_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -3039,7 +3039,7 @@ struct rmsprop_float16_centered_has_momentum {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(min(square_avg_pattern - square_avg_base, p_sub), I(0)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
@@ -3065,9 +3065,9 @@ struct rmsprop_float16_centered_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const I grad_avg_up = max(grad_avg_top, I(75497472)) + 32767;
+            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(grad_avg_up_2 & 2147450880, I(2139095039));
+            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
             const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
             store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
@@ -3088,7 +3088,7 @@ struct rmsprop_float16_centered_has_momentum {
 
 template <class Grad>
 struct rmsprop_float16_centered_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}, {4, false, true}};
 
@@ -3149,7 +3149,7 @@ struct rmsprop_float16_centered_has_momentum_small {
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(fma(-grad_avg_2, grad_avg_2, square_avg_2), F(0.0f));
+            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
@@ -3165,12 +3165,12 @@ struct rmsprop_float16_centered_has_momentum_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);

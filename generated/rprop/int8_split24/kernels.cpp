@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct rprop_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -54,7 +54,7 @@ struct rprop_float32 {
         alignas(64) int32_t step_size_scale_kept[TILE / BLOCK];
         alignas(64) float prev_scale_mul_2_kept[TILE / BLOCK];
         I prev_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -77,7 +77,7 @@ struct rprop_float32 {
             const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 2139095040, I(2139095039), prev_scale_bits_2));
             const I16 step_size_range = raw(step_size_range_at + b);
             const I step_size_header = to_int(step_size_range);
-            const I step_size_cells = max(step_size_header & 255, I(4));
+            const I step_size_cells = max(I(4), step_size_header & 255);
             const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) + -1262485504;
             const I step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1);
             const I step_size_middle_2 = where(step_size_header == 0, I(0), step_size_middle);
@@ -94,7 +94,7 @@ struct rprop_float32 {
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);
             I prev_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -124,7 +124,7 @@ struct rprop_float32 {
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 prev_top = larger(prev_top, bits(prev_scale_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, step_size_pattern, i, end);
+                largest_of_block = larger(largest_of_block, step_size_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(step_size_pattern_kept + i, step_size_pattern);
@@ -132,28 +132,28 @@ struct rprop_float32 {
                 store(p_at + i, p_2);
             }
             prev_top_kept[b] = prev_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I prev_top = largest(prev_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I prev_up = max(prev_top, I(75497472)) + 32767;
+            const I prev_up = max(I(75497472), prev_top) + 32767;
             const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
-            const I prev_divisor = min(prev_up_2 & 2147450880, I(2139095039));
+            const I prev_divisor = min(I(2139095039), prev_up_2 & 2147450880);
             const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
-            const I step_size_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I step_size_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I step_size_below = smallest_of_block + -524288 >> 22;
-            const I step_size_units = min(max(step_size_above - max(step_size_below, I(128)), I(1)), I(64));
+            const I step_size_units = min(I(64), max(I(1), step_size_above - max(I(128), step_size_below)));
             const I step_size_first = step_size_above - step_size_units;
             const I step_size_start = step_size_first << 22;
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
             const I prev_scale_sub = 1601175552 - step_size_base;
-            const I step_size_cells_2 = min(to_int(256.5f / to_float(step_size_units)), I(255));
+            const I step_size_cells_2 = min(I(255), to_int(256.5f / to_float(step_size_units)));
             const I step_size_scale = step_size_cells_2 << 2;
             const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
@@ -178,7 +178,7 @@ struct rprop_float32 {
                 const I step_size_pattern = load(step_size_pattern_kept + i);
                 const F prev = load(prev_kept + i);
                 const I step_size_offset = lshr(noise, 8) + prev_scale_add;
-                const I step_size_position = max(min(step_size_pattern - step_size_base, prev_scale_sub), I(0)) * step_size_scale + step_size_offset;
+                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, prev_scale_sub)) * step_size_scale + step_size_offset;
                 store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_scale_mul_2), 12583040.0f)));
                 store_byte<3>(step_size_at + i, step_size_position);
             }
@@ -188,7 +188,7 @@ struct rprop_float32 {
 
 template <class Grad>
 struct rprop_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}, {4, false, true}};
 
@@ -232,7 +232,7 @@ struct rprop_float32_small {
 
 template <class Grad>
 struct rprop_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -266,7 +266,7 @@ struct rprop_bfloat16 {
         alignas(64) int32_t step_size_scale_kept[TILE / BLOCK];
         alignas(64) float prev_scale_mul_2_kept[TILE / BLOCK];
         I prev_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -289,7 +289,7 @@ struct rprop_bfloat16 {
             const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 2139095040, I(2139095039), prev_scale_bits_2));
             const I16 step_size_range = raw(step_size_range_at + b);
             const I step_size_header = to_int(step_size_range);
-            const I step_size_cells = max(step_size_header & 255, I(4));
+            const I step_size_cells = max(I(4), step_size_header & 255);
             const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) + -1262485504;
             const I step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1);
             const I step_size_middle_2 = where(step_size_header == 0, I(0), step_size_middle);
@@ -306,7 +306,7 @@ struct rprop_bfloat16 {
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);
             I prev_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -336,11 +336,11 @@ struct rprop_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 const F prev_scale_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
                 prev_top = larger(prev_top, bits(prev_scale_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, step_size_pattern, i, end);
+                largest_of_block = larger(largest_of_block, step_size_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(step_size_pattern_kept + i, step_size_pattern);
@@ -349,28 +349,28 @@ struct rprop_bfloat16 {
                 store_byte<1>(weight_low_at + i, p_word);
             }
             prev_top_kept[b] = prev_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I prev_top = largest(prev_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I prev_up = max(prev_top, I(75497472)) + 32767;
+            const I prev_up = max(I(75497472), prev_top) + 32767;
             const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
-            const I prev_divisor = min(prev_up_2 & 2147450880, I(2139095039));
+            const I prev_divisor = min(I(2139095039), prev_up_2 & 2147450880);
             const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
-            const I step_size_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I step_size_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I step_size_below = smallest_of_block + -524288 >> 22;
-            const I step_size_units = min(max(step_size_above - max(step_size_below, I(128)), I(1)), I(64));
+            const I step_size_units = min(I(64), max(I(1), step_size_above - max(I(128), step_size_below)));
             const I step_size_first = step_size_above - step_size_units;
             const I step_size_start = step_size_first << 22;
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
             const I prev_scale_sub = 1601175552 - step_size_base;
-            const I step_size_cells_2 = min(to_int(256.5f / to_float(step_size_units)), I(255));
+            const I step_size_cells_2 = min(I(255), to_int(256.5f / to_float(step_size_units)));
             const I step_size_scale = step_size_cells_2 << 2;
             const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
@@ -395,7 +395,7 @@ struct rprop_bfloat16 {
                 const I step_size_pattern = load(step_size_pattern_kept + i);
                 const F prev = load(prev_kept + i);
                 const I step_size_offset = lshr(noise, 8) + prev_scale_add;
-                const I step_size_position = max(min(step_size_pattern - step_size_base, prev_scale_sub), I(0)) * step_size_scale + step_size_offset;
+                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, prev_scale_sub)) * step_size_scale + step_size_offset;
                 store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_scale_mul_2), 12583040.0f)));
                 store_byte<3>(step_size_at + i, step_size_position);
             }
@@ -405,7 +405,7 @@ struct rprop_bfloat16 {
 
 template <class Grad>
 struct rprop_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -463,7 +463,7 @@ struct rprop_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(prev_at + i, prev_2);
@@ -474,7 +474,7 @@ struct rprop_bfloat16_small {
 
 template <class Grad>
 struct rprop_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}, {1, false, true}, {2, true, true}};
 
@@ -508,7 +508,7 @@ struct rprop_float16 {
         alignas(64) int32_t step_size_scale_kept[TILE / BLOCK];
         alignas(64) float prev_scale_mul_2_kept[TILE / BLOCK];
         I prev_top_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -531,7 +531,7 @@ struct rprop_float16 {
             const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 2139095040, I(2139095039), prev_scale_bits_2));
             const I16 step_size_range = raw(step_size_range_at + b);
             const I step_size_header = to_int(step_size_range);
-            const I step_size_cells = max(step_size_header & 255, I(4));
+            const I step_size_cells = max(I(4), step_size_header & 255);
             const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) + -1262485504;
             const I step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1);
             const I step_size_middle_2 = where(step_size_header == 0, I(0), step_size_middle);
@@ -548,7 +548,7 @@ struct rprop_float16 {
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);
             I prev_top(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_xor = spread(word_xor_kept, i);
@@ -595,44 +595,44 @@ struct rprop_float16 {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(prev_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const F prev_scale_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
                 prev_top = larger(prev_top, bits(prev_scale_abs), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, step_size_pattern, i, end);
+                largest_of_block = larger(largest_of_block, step_size_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(step_size_pattern_kept + i, step_size_pattern);
                 store(prev_kept + i, prev);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             prev_top_kept[b] = prev_top;
-            largest_of_block_2_kept[b] = largest_of_block_2;
+            largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I prev_top = largest(prev_top_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I prev_up = max(prev_top, I(75497472)) + 32767;
+            const I prev_up = max(I(75497472), prev_top) + 32767;
             const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
-            const I prev_divisor = min(prev_up_2 & 2147450880, I(2139095039));
+            const I prev_divisor = min(I(2139095039), prev_up_2 & 2147450880);
             const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
-            const I step_size_above = (min(max(largest_of_block_2, I(536870912)), I(1601175552)) + 524288 >> 22) + 1;
+            const I step_size_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I step_size_below = smallest_of_block + -524288 >> 22;
-            const I step_size_units = min(max(step_size_above - max(step_size_below, I(128)), I(1)), I(64));
+            const I step_size_units = min(I(64), max(I(1), step_size_above - max(I(128), step_size_below)));
             const I step_size_first = step_size_above - step_size_units;
             const I step_size_start = step_size_first << 22;
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
             const I prev_scale_sub = 1601175552 - step_size_base;
-            const I step_size_cells_2 = min(to_int(256.5f / to_float(step_size_units)), I(255));
+            const I step_size_cells_2 = min(I(255), to_int(256.5f / to_float(step_size_units)));
             const I step_size_scale = step_size_cells_2 << 2;
             const I prev_scale_add = step_size_half * step_size_scale + -8388608;
             const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
@@ -657,7 +657,7 @@ struct rprop_float16 {
                 const I step_size_pattern = load(step_size_pattern_kept + i);
                 const F prev = load(prev_kept + i);
                 const I step_size_offset = lshr(noise, 8) + prev_scale_add;
-                const I step_size_position = max(min(step_size_pattern - step_size_base, prev_scale_sub), I(0)) * step_size_scale + step_size_offset;
+                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, prev_scale_sub)) * step_size_scale + step_size_offset;
                 store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_scale_mul_2), 12583040.0f)));
                 store_byte<3>(step_size_at + i, step_size_position);
             }
@@ -667,7 +667,7 @@ struct rprop_float16 {
 
 template <class Grad>
 struct rprop_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}, {4, false, true}};
 
@@ -742,12 +742,12 @@ struct rprop_float16_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(prev_at + i, prev_2);
             store(step_size_at + i, step_size_2);
         }

@@ -17,7 +17,7 @@ namespace {
 
 template <class Grad>
 struct sgd_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 2;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}};
 
@@ -42,7 +42,7 @@ struct sgd_float32 {
 
 template <class Grad>
 struct sgd_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 2;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}};
 
@@ -82,7 +82,7 @@ struct sgd_bfloat16 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -91,7 +91,7 @@ struct sgd_bfloat16 {
 
 template <class Grad>
 struct sgd_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 2;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}};
 
@@ -148,19 +148,19 @@ struct sgd_float16 {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
         }
     }
 };
 
 template <class Grad>
 struct sgd_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}};
 
@@ -236,9 +236,9 @@ struct sgd_float32_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F momentum_buffer_scale_mul_2 = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(momentum_buffer_scale_mul_2_kept + b, momentum_buffer_scale_mul_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
@@ -259,7 +259,7 @@ struct sgd_float32_has_momentum {
 
 template <class Grad>
 struct sgd_float32_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -290,7 +290,7 @@ struct sgd_float32_has_momentum_small {
 
 template <class Grad>
 struct sgd_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -373,7 +373,7 @@ struct sgd_bfloat16_has_momentum {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 25  p = p - lr * update
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -382,9 +382,9 @@ struct sgd_bfloat16_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F momentum_buffer_scale_mul_2 = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(momentum_buffer_scale_mul_2_kept + b, momentum_buffer_scale_mul_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
@@ -405,7 +405,7 @@ struct sgd_bfloat16_has_momentum {
 
 template <class Grad>
 struct sgd_bfloat16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -450,7 +450,7 @@ struct sgd_bfloat16_has_momentum_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -460,7 +460,7 @@ struct sgd_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct sgd_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -544,16 +544,16 @@ struct sgd_float16_has_momentum {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(momentum_buffer_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const F momentum_buffer_scale_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -561,9 +561,9 @@ struct sgd_float16_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F momentum_buffer_scale_mul_2 = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(momentum_buffer_scale_mul_2_kept + b, momentum_buffer_scale_mul_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
@@ -584,7 +584,7 @@ struct sgd_float16_has_momentum {
 
 template <class Grad>
 struct sgd_float16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -646,12 +646,12 @@ struct sgd_float16_has_momentum_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(momentum_buffer_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -659,7 +659,7 @@ struct sgd_float16_has_momentum_small {
 
 template <class Grad>
 struct sgd_float32_nesterov_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}};
 
@@ -741,9 +741,9 @@ struct sgd_float32_nesterov_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F p_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(p_mul_kept + b, p_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
@@ -764,7 +764,7 @@ struct sgd_float32_nesterov_has_momentum {
 
 template <class Grad>
 struct sgd_float32_nesterov_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -802,7 +802,7 @@ struct sgd_float32_nesterov_has_momentum_small {
 
 template <class Grad>
 struct sgd_bfloat16_nesterov_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -875,7 +875,7 @@ struct sgd_bfloat16_nesterov_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(bits(p_2), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
                 const F p_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
@@ -889,9 +889,9 @@ struct sgd_bfloat16_nesterov_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F p_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(p_mul_kept + b, p_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
@@ -912,7 +912,7 @@ struct sgd_bfloat16_nesterov_has_momentum {
 
 template <class Grad>
 struct sgd_bfloat16_nesterov_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -964,7 +964,7 @@ struct sgd_bfloat16_nesterov_has_momentum_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_2), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -974,7 +974,7 @@ struct sgd_bfloat16_nesterov_has_momentum_small {
 
 template <class Grad>
 struct sgd_float16_nesterov_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -1064,16 +1064,16 @@ struct sgd_float16_nesterov_has_momentum {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 const F p_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -1081,9 +1081,9 @@ struct sgd_float16_nesterov_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F p_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(p_mul_kept + b, p_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
@@ -1104,7 +1104,7 @@ struct sgd_float16_nesterov_has_momentum {
 
 template <class Grad>
 struct sgd_float16_nesterov_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -1173,12 +1173,12 @@ struct sgd_float16_nesterov_has_momentum_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }

@@ -17,7 +17,7 @@ namespace {
 
 template <class Grad>
 struct sgdw_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 2;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}};
 
@@ -42,7 +42,7 @@ struct sgdw_float32 {
 
 template <class Grad>
 struct sgdw_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 2;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}};
 
@@ -63,14 +63,14 @@ struct sgdw_bfloat16 {
             const F p_3 = fma(minus_lr_times_grad_scale, g_stored, p_2);  // 25  p = p - lr * update
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
         }
     }
 };
 
 template <class Grad>
 struct sgdw_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 2;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}};
 
@@ -96,7 +96,7 @@ struct sgdw_float16 {
 
 template <class Grad>
 struct sgdw_float32_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -129,7 +129,7 @@ struct sgdw_float32_has_momentum {
 
 template <class Grad>
 struct sgdw_bfloat16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -158,7 +158,7 @@ struct sgdw_bfloat16_has_momentum {
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -166,7 +166,7 @@ struct sgdw_bfloat16_has_momentum {
 
 template <class Grad>
 struct sgdw_float16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -201,7 +201,7 @@ struct sgdw_float16_has_momentum {
 
 template <class Grad>
 struct sgdw_float32_nesterov_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -238,7 +238,7 @@ struct sgdw_float32_nesterov_has_momentum {
 
 template <class Grad>
 struct sgdw_bfloat16_nesterov_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -271,7 +271,7 @@ struct sgdw_bfloat16_nesterov_has_momentum {
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -279,7 +279,7 @@ struct sgdw_bfloat16_nesterov_has_momentum {
 
 template <class Grad>
 struct sgdw_float16_nesterov_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 

@@ -17,7 +17,7 @@ namespace {
 
 template <class Grad>
 struct signum_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}};
 
@@ -44,7 +44,7 @@ struct signum_float32 {
 
 template <class Grad>
 struct signum_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}};
 
@@ -67,14 +67,14 @@ struct signum_bfloat16 {
             const F p_3 = fma(minus_lr, sign(g), p_2);          // 23  p = p - lr * sign(update)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
         }
     }
 };
 
 template <class Grad>
 struct signum_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}};
 
@@ -102,7 +102,7 @@ struct signum_float16 {
 
 template <class Grad>
 struct signum_float32_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -134,7 +134,7 @@ struct signum_float32_has_momentum {
 
 template <class Grad>
 struct signum_bfloat16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -161,7 +161,7 @@ struct signum_bfloat16_has_momentum {
             const F p_3 = fma(minus_lr, sign(momentum_buffer_2), p_2);  // 23  p = p - lr * sign(update)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -169,7 +169,7 @@ struct signum_bfloat16_has_momentum {
 
 template <class Grad>
 struct signum_float16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 

@@ -17,7 +17,7 @@ namespace {
 
 template <class Grad>
 struct signum_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}};
 
@@ -44,7 +44,7 @@ struct signum_float32 {
 
 template <class Grad>
 struct signum_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}};
 
@@ -86,7 +86,7 @@ struct signum_bfloat16 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_3), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -95,7 +95,7 @@ struct signum_bfloat16 {
 
 template <class Grad>
 struct signum_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}};
 
@@ -154,19 +154,19 @@ struct signum_float16 {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
         }
     }
 };
 
 template <class Grad>
 struct signum_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}};
 
@@ -243,9 +243,9 @@ struct signum_float32_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F g_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
@@ -266,7 +266,7 @@ struct signum_float32_has_momentum {
 
 template <class Grad>
 struct signum_float32_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -298,7 +298,7 @@ struct signum_float32_has_momentum_small {
 
 template <class Grad>
 struct signum_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -379,7 +379,7 @@ struct signum_bfloat16_has_momentum {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 22  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, sign(momentum_buffer), p_2);           // 23  p = p - lr * sign(update)
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -388,9 +388,9 @@ struct signum_bfloat16_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F g_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
@@ -411,7 +411,7 @@ struct signum_bfloat16_has_momentum {
 
 template <class Grad>
 struct signum_bfloat16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -457,7 +457,7 @@ struct signum_bfloat16_has_momentum_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_3), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -467,7 +467,7 @@ struct signum_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct signum_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -565,21 +565,21 @@ struct signum_float16_has_momentum {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(momentum_buffer_top, I(75497472)) + 32767;
+            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(momentum_buffer_up_2 & 2147450880, I(2139095039));
+            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
             const F g_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
@@ -600,7 +600,7 @@ struct signum_float16_has_momentum {
 
 template <class Grad>
 struct signum_float16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -663,12 +663,12 @@ struct signum_float16_has_momentum_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }

@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct tiger_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -51,7 +51,7 @@ struct tiger_float32 {
 
 template <class Grad>
 struct tiger_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -78,7 +78,7 @@ struct tiger_bfloat16 {
             const F p_3 = fma(minus_lr, sign(exp_avg_2), p_2);  // 19  p = p - lr * sign(exp_avg)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(p_x_bits, I(2143289344)) + p_carry);
+            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
         }
     }
@@ -86,7 +86,7 @@ struct tiger_bfloat16 {
 
 template <class Grad>
 struct tiger_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 

@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct tiger_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {2, true, true}};
 
@@ -96,9 +96,9 @@ struct tiger_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -119,7 +119,7 @@ struct tiger_float32 {
 
 template <class Grad>
 struct tiger_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{4, false, true}, {sizeof(typename Grad::stored), false, false}, {4, false, true}};
 
@@ -151,7 +151,7 @@ struct tiger_float32_small {
 
 template <class Grad>
 struct tiger_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -232,7 +232,7 @@ struct tiger_bfloat16 {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 17  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, sign(exp_avg), p_2);                   // 19  p = p - lr * sign(exp_avg)
-                const I p_word = min(bits(p_3), I(2143289344)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -241,9 +241,9 @@ struct tiger_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -264,7 +264,7 @@ struct tiger_bfloat16 {
 
 template <class Grad>
 struct tiger_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -310,7 +310,7 @@ struct tiger_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(bits(p_3), I(2143289344)) + (lshr(noise, 24) + 32768);
+            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -320,7 +320,7 @@ struct tiger_bfloat16_small {
 
 template <class Grad>
 struct tiger_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {1, false, true}, {2, true, true}};
 
@@ -418,21 +418,21 @@ struct tiger_float16 {
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(p_rebiased + (word_and_2 >> 3 << 0), I(260046848)) >> 5;
+                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
                 const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-                const I p_kept = p_word;
+                const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept);
+                store(weight_low_at + i, p_kept_);
             }
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(exp_avg_top, I(75497472)) + 32767;
+            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(exp_avg_up_2 & 2147450880, I(2139095039));
+            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
             const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             store(g_mul_kept + b, g_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -453,7 +453,7 @@ struct tiger_float16 {
 
 template <class Grad>
 struct tiger_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, one for a block, written
     static constexpr Column COLUMNS[] = {{2, false, true}, {sizeof(typename Grad::stored), false, false}, {1, false, true}, {4, false, true}};
 
@@ -516,12 +516,12 @@ struct tiger_float16_small {
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(p_rebiased + (word_lshr >> 3 << 0), I(260046848)) >> 5;
+            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
             const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
-            const I p_kept = p_word;
+            const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept);
+            store(weight_low_at + i, p_kept_);
             store(exp_avg_at + i, exp_avg_2);
         }
     }

@@ -38,6 +38,7 @@ namespace {
 
 inline F widened(I x) { return as_float(x << 16); }
 inline I extend16(I x) { return (x << 16) >> 16; }
+inline M where(M c, M a, M b) { return (c & a) | (~c & b); }
 // -1, 0 or 1; a zero keeps its sign, NaN stays NaN.
 inline F sign(F x) { return where(F(0.0f) < abs(x), as_float((bits(x) & I(INT32_MIN)) | I(0x3f800000)), x); }
 
@@ -208,10 +209,25 @@ int32_t run(const int64_t *table, int64_t tensors, const float *scalars, int32_t
     return 0;
 }
 
+// What a kernel takes, for the host to compare with its tables: scalars, elements per block, columns, and of each
+// column the bytes per entry and whether it is one for a block.
+template <class Kernel> const int32_t *layout() {
+    constexpr int n = width<Kernel>();
+    static int32_t out[3 + 2 * n] = {Kernel::SCALARS, Kernel::BLOCK, n};
+    for (int c = 0; c < n; c++) {
+        out[3 + 2 * c] = Kernel::COLUMNS[c].bytes;
+        out[4 + 2 * c] = Kernel::COLUMNS[c].block;
+    }
+    return out;
+}
+
 }  // namespace
 
 #define OPTGEN_EXPORT                                                                                                 \
     extern "C" __attribute__((visibility("default"))) const char *optgen_stamp() { return OPTGEN_STAMP; }             \
+    extern "C" __attribute__((visibility("default"))) const int32_t *optgen_layout() {                                \
+        return layout<OPTGEN_KERNEL<OPTGEN_GRAD>>();                                                                  \
+    }                                                                                                                 \
     extern "C" __attribute__((visibility("default"))) int32_t optgen_step(                                            \
         const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {             \
         return run<OPTGEN_KERNEL<OPTGEN_GRAD>>(table, tensors, scalars, step_key, threads);                           \

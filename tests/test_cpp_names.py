@@ -1,0 +1,114 @@
+"""Rules that the C++ printer must not trip over: its own names, values that outlive a loop, zeros of either sign."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optgen.backends import cpp
+from optgen.formats import Float
+from optgen.lang import hyper, maximum, minimum, nonneg, optimizer, sqrt, state, where
+from optgen.ops import dtypes
+from optgen.runtime import native
+from tests import harness, product
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
+
+
+@optimizer(cite="none", name="Late")
+def late(p, g, t, m=state(), v=state(nonneg), h=state(), *, lr=hyper(1e-2, ge=0)):
+    """The weight reads what `h` held before, in more operations than a loop of its own needs."""
+    m = 0.9 * m + 0.1 * g
+    v = 0.9 * v + 0.1 * g * g
+    p = p - lr * (m + h) / (sqrt(v) + 1e-8) * (1.0 + abs(h))
+    h = g
+    return p, m, v, h
+
+
+@optimizer(cite="none", name="Words")
+def words(
+    p, g, t, first=state(), typename=state(nonneg), *,
+    i=hyper(0.01, ge=0), end=hyper(0.9, ge=0, lt=1), count=hyper(1e-2, ge=0), blocks=hyper(0.5, ge=0),
+    lane=hyper(2.0, ge=0), first_at=hyper(0.25, ge=0), nan=hyper(0.5, ge=0), w=hyper(0.5, ge=0),
+    double=hyper(1.0, ge=0),
+):  # fmt: skip
+    """Names of the printer, of its headers and of C++."""
+    first_kept = end * first + i * g
+    constexpr = end * typename + g * g * blocks
+    xor = sqrt(constexpr) + lane
+    bits = first_kept * first_at + nan * w * double
+    at = bits / xor
+    p = p - count * at
+    first, typename = first_kept, constexpr
+    return p, first, typename
+
+
+@optimizer(cite="none", name="Zeros")
+def zeros(p, g, t, above=state(), below=state(), c=state(), d=state(), *, lr=hyper(1e-2, ge=0)):
+    """Limits at zero, and a choice between conditions."""
+    above = maximum(g, 0.0)
+    below = minimum(g, 0.0)
+    c = maximum(g, below)
+    d = where(where(g > 0.0, p > 0.0, p < 0.0), g, c)
+    p = p - lr * g
+    return p, above, below, c, d
+
+
+def check(spec: Any, plan: Any, param: str, folder: Path, isa: str, **hypers: float) -> None:
+    """Three strict steps beside the reference, bit for bit."""
+    s = harness.schedule(spec, plan, param, "strict")
+    pair = harness.Pair(spec, s, folder)
+    draw = torch.Generator().manual_seed(1)
+    weight = torch.randn((9, 130), generator=draw)
+    ours, theirs = pair.buffers(weight.shape, weight), pair.buffers(weight.shape, weight)
+    for step in range(1, 4):
+        g = torch.randn(weight.shape, generator=draw).to(getattr(torch, param))
+        g[:, ::5] = 0.0
+        g[:, 1::5] = -0.0
+        pair.run_reference(ours, g, step, 77 * step, 3, **hypers)
+        pair.run_cpp([(theirs, g, 3)], step, 77 * step, isa, 2, **hypers)
+        for name in ours:
+            assert harness.same_bits(ours[name], theirs[name]), (step, name)
+
+
+ISAS = [isa.name for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.name != "avx512"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("param", ["float32", "bfloat16"])
+def test_a_loop_of_its_own_reads_nothing_that_was_overwritten(param: str, isa: str, tmp_path: Path) -> None:
+    """Found by review: `h` was stored by the first loop and loaded again by the second."""
+    plan = harness.plan_of("int8_split24").but("kept_h", overrides={"h": Float(dtypes.f32)})
+    check(late, plan, param, tmp_path, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24", "int8_rn_split24"])
+def test_an_author_may_use_any_name(plan: str, isa: str, tmp_path: Path) -> None:
+    """Found by review: a hyper-parameter `i` was the loop's counter, silently."""
+    check(words, harness.plan_of(plan), "bfloat16", tmp_path, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_limits_keep_the_zero_that_the_reference_keeps(isa: str, tmp_path: Path) -> None:
+    check(zeros, harness.plan_of("fp32"), "float32", tmp_path, isa)
+
+
+@pytest.mark.parametrize("plan", product.PLANS)
+def test_no_buffer_is_read_after_it_was_written(plan: str) -> None:
+    """In the loops' order, for every rule under the plan."""
+    for name in product.SPECS:
+        if product.refusal(name, plan):
+            continue
+        for maths in ("strict", "fast"):
+            s = harness.schedule(harness.spec_of(name), harness.plan_of(plan), "bfloat16", maths)
+            text = cpp.kernel(s, "f")
+            loops = "\n".join(text).split("// -- ")
+            for b in s.program.buffers:
+                stored = [k for k, loop in enumerate(loops) if re.search(rf"store\w*(<\d>)?\({b.name}_at \+", loop)]
+                read = [k for k, loop in enumerate(loops) if any(f"{w}({b.name}_at +" in loop for w in ("load", "raw"))]
+                assert not stored or not read or max(read) <= min(stored), (name, b.name)
