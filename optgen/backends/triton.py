@@ -221,8 +221,11 @@ def tile_elements(schedule: Schedule) -> int:
 
 def registers(schedule: Schedule) -> int | None:
     """Registers per thread that the kernel fits in without spilling, counted on sm_80 to sm_100; None: no limit."""
-    states = {b.owner for b in schedule.program.buffers if b.role == "state"}
-    return 64 if len(states) <= 2 else None
+    buffers = schedule.program.buffers
+    if len({b.owner for b in buffers if b.role == "state"}) > 2:
+        return None
+    # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers.
+    return 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
 
 
 def _pointers(program: Program) -> list[str]:
@@ -400,9 +403,11 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     # Pairs are unrolled here, not by the compiler: what is known to lie a tile further on needs no address of its own.
     full = dict(at="at", at_block="at_block", live="at", live_block="at_block")
     out.append(f"{pad}for pair in range(0, count // (2 * TILE)):")
-    if counted:  # An address a tensor carried around the loop is what registers then do not hold.
+    # Addresses carried around the loop, two registers each, are what 64 registers have no room for beside the values;
+    # those of blocks have, where no random numbers are drawn.
+    if counted:
         out.append(f"{pad}    pair = opaque(pair)")
-    out.append(f"{pad}    start = pair * (2 * TILE)")
+    out.append(f"{pad}    start = {'pair' if counted else 'opaque(pair)'} * (2 * TILE)")
     out.append(f"{pad}    for odd in tl.static_range(2):")
     further = "start + odd * TILE", "pair * (2 * BLOCKS) + odd * BLOCKS"
     out += call(f"{pad}        ", *further, "False", **full, index="before + start + odd * TILE + at")
@@ -425,11 +430,9 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
 
 def helpers(schedules: list[Schedule]) -> list[str]:
     """Names to import from optgen.runtime.triton_prelude."""
-    text = {"get", "put", "pointer"}
+    text = {"get", "put", "pointer", "opaque"}
     for s in schedules:
         fast = s.program.maths == "fast"
-        if _is_counted(s.program):
-            text.add("opaque")
         for n in printed(s.program.roots()) if fast else postorder(s.program.roots()):
             found = idiom(n) if fast else None
             if found:

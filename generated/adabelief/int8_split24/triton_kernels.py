@@ -243,7 +243,7 @@ def adabelief_float32_small(
     exp_avg_var_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             adabelief_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -880,6 +880,6 @@ OPTIONS = {
     "adabelief_float32_small": {"maxnreg": 64},
     "adabelief_bfloat16": {"maxnreg": 64},
     "adabelief_bfloat16_small": {"maxnreg": 64},
-    "adabelief_float16": {"maxnreg": 64},
-    "adabelief_float16_small": {"maxnreg": 64},
+    "adabelief_float16": {"maxnreg": 96},
+    "adabelief_float16_small": {"maxnreg": 96},
 }

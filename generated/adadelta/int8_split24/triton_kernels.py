@@ -250,7 +250,7 @@ def adadelta_float32_small(
     acc_delta_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             adadelta_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -890,6 +890,6 @@ OPTIONS = {
     "adadelta_float32_small": {"maxnreg": 64},
     "adadelta_bfloat16": {"maxnreg": 64},
     "adadelta_bfloat16_small": {"maxnreg": 64},
-    "adadelta_float16": {"maxnreg": 64},
-    "adadelta_float16_small": {"maxnreg": 64},
+    "adadelta_float16": {"maxnreg": 96},
+    "adadelta_float16_small": {"maxnreg": 96},
 }

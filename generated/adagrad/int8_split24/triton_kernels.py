@@ -195,7 +195,7 @@ def adagrad_float32_small(
     sum_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             adagrad_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
@@ -724,6 +724,6 @@ OPTIONS = {
     "adagrad_float32_small": {"maxnreg": 64},
     "adagrad_bfloat16": {"maxnreg": 64},
     "adagrad_bfloat16_small": {"maxnreg": 64},
-    "adagrad_float16": {"maxnreg": 64},
-    "adagrad_float16_small": {"maxnreg": 64},
+    "adagrad_float16": {"maxnreg": 96},
+    "adagrad_float16_small": {"maxnreg": 96},
 }

@@ -245,7 +245,7 @@ def adam_float32_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             adam_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -1124,7 +1124,7 @@ def adam_float32_amsgrad_small(
     max_exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             adam_float32_amsgrad_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -1851,6 +1851,6 @@ OPTIONS = {
     "adam_float32_small": {"maxnreg": 64},
     "adam_bfloat16": {"maxnreg": 64},
     "adam_bfloat16_small": {"maxnreg": 64},
-    "adam_float16": {"maxnreg": 64},
-    "adam_float16_small": {"maxnreg": 64},
+    "adam_float16": {"maxnreg": 96},
+    "adam_float16_small": {"maxnreg": 96},
 }

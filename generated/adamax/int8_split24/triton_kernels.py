@@ -238,7 +238,7 @@ def adamax_float32_small(
     exp_inf_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             adamax_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -856,6 +856,6 @@ OPTIONS = {
     "adamax_float32_small": {"maxnreg": 64},
     "adamax_bfloat16": {"maxnreg": 64},
     "adamax_bfloat16_small": {"maxnreg": 64},
-    "adamax_float16": {"maxnreg": 64},
-    "adamax_float16_small": {"maxnreg": 64},
+    "adamax_float16": {"maxnreg": 96},
+    "adamax_float16_small": {"maxnreg": 96},
 }

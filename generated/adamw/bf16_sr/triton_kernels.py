@@ -693,5 +693,5 @@ TILE = {
 OPTIONS = {
     "adamw_float32": {"maxnreg": 64},
     "adamw_bfloat16": {"maxnreg": 64},
-    "adamw_float16": {"maxnreg": 64},
+    "adamw_float16": {"maxnreg": 96},
 }

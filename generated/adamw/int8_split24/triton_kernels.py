@@ -244,7 +244,7 @@ def adamw_float32_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -1135,7 +1135,7 @@ def adamw_float32_amsgrad_small(
     max_exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             adamw_float32_amsgrad_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -1866,6 +1866,6 @@ OPTIONS = {
     "adamw_float32_small": {"maxnreg": 64},
     "adamw_bfloat16": {"maxnreg": 64},
     "adamw_bfloat16_small": {"maxnreg": 64},
-    "adamw_float16": {"maxnreg": 64},
-    "adamw_float16_small": {"maxnreg": 64},
+    "adamw_float16": {"maxnreg": 96},
+    "adamw_float16_small": {"maxnreg": 96},
 }

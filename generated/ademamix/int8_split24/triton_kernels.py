@@ -294,7 +294,7 @@ def ademamix_float32_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             ademamix_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,

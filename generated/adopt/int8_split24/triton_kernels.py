@@ -246,7 +246,7 @@ def adopt_float32_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             adopt_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -1093,7 +1093,7 @@ def adopt_float32_decoupled_weight_decay_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             adopt_float32_decoupled_weight_decay_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -1737,12 +1737,12 @@ OPTIONS = {
     "adopt_float32_small": {"maxnreg": 64},
     "adopt_bfloat16": {"maxnreg": 64},
     "adopt_bfloat16_small": {"maxnreg": 64},
-    "adopt_float16": {"maxnreg": 64},
-    "adopt_float16_small": {"maxnreg": 64},
+    "adopt_float16": {"maxnreg": 96},
+    "adopt_float16_small": {"maxnreg": 96},
     "adopt_float32_decoupled_weight_decay": {"maxnreg": 64},
     "adopt_float32_decoupled_weight_decay_small": {"maxnreg": 64},
     "adopt_bfloat16_decoupled_weight_decay": {"maxnreg": 64},
     "adopt_bfloat16_decoupled_weight_decay_small": {"maxnreg": 64},
-    "adopt_float16_decoupled_weight_decay": {"maxnreg": 64},
-    "adopt_float16_decoupled_weight_decay_small": {"maxnreg": 64},
+    "adopt_float16_decoupled_weight_decay": {"maxnreg": 96},
+    "adopt_float16_decoupled_weight_decay_small": {"maxnreg": 96},
 }

@@ -245,7 +245,7 @@ def madgrad_float32_small(
     s_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             madgrad_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
@@ -1083,7 +1083,7 @@ def madgrad_float32_has_momentum_small(
     x0_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             madgrad_float32_has_momentum_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
@@ -1731,6 +1731,6 @@ OPTIONS = {
     "madgrad_float32_small": {"maxnreg": 64},
     "madgrad_bfloat16": {"maxnreg": 64},
     "madgrad_bfloat16_small": {"maxnreg": 64},
-    "madgrad_float16": {"maxnreg": 64},
-    "madgrad_float16_small": {"maxnreg": 64},
+    "madgrad_float16": {"maxnreg": 96},
+    "madgrad_float16_small": {"maxnreg": 96},
 }

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
+from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, widened
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def radam_float32(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             radam_float32_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -162,7 +162,7 @@ def radam_bfloat16(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             radam_bfloat16_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -245,7 +245,7 @@ def radam_float16(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             radam_float16_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -328,7 +328,7 @@ def radam_float32_decoupled_weight_decay(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             radam_float32_decoupled_weight_decay_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -415,7 +415,7 @@ def radam_bfloat16_decoupled_weight_decay(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             radam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -500,7 +500,7 @@ def radam_float16_decoupled_weight_decay(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             radam_float16_decoupled_weight_decay_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,

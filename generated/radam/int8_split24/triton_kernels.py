@@ -249,7 +249,7 @@ def radam_float32_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             radam_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -1115,7 +1115,7 @@ def radam_float32_decoupled_weight_decay_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             radam_float32_decoupled_weight_decay_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -1784,12 +1784,12 @@ OPTIONS = {
     "radam_float32_small": {"maxnreg": 64},
     "radam_bfloat16": {"maxnreg": 64},
     "radam_bfloat16_small": {"maxnreg": 64},
-    "radam_float16": {"maxnreg": 64},
-    "radam_float16_small": {"maxnreg": 64},
+    "radam_float16": {"maxnreg": 96},
+    "radam_float16_small": {"maxnreg": 96},
     "radam_float32_decoupled_weight_decay": {"maxnreg": 64},
     "radam_float32_decoupled_weight_decay_small": {"maxnreg": 64},
     "radam_bfloat16_decoupled_weight_decay": {"maxnreg": 64},
     "radam_bfloat16_decoupled_weight_decay_small": {"maxnreg": 64},
-    "radam_float16_decoupled_weight_decay": {"maxnreg": 64},
-    "radam_float16_decoupled_weight_decay_small": {"maxnreg": 64},
+    "radam_float16_decoupled_weight_decay": {"maxnreg": 96},
+    "radam_float16_decoupled_weight_decay_small": {"maxnreg": 96},
 }

@@ -17,7 +17,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
+from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, widened
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def rmsprop_float32(
     square_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float32_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
@@ -136,7 +136,7 @@ def rmsprop_bfloat16(
     square_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_bfloat16_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
@@ -205,7 +205,7 @@ def rmsprop_float16(
     square_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float16_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
@@ -279,7 +279,7 @@ def rmsprop_float32_has_momentum(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float32_has_momentum_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -357,7 +357,7 @@ def rmsprop_bfloat16_has_momentum(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_bfloat16_has_momentum_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -433,7 +433,7 @@ def rmsprop_float16_has_momentum(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float16_has_momentum_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -509,7 +509,7 @@ def rmsprop_float32_centered(
     grad_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float32_centered_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -588,7 +588,7 @@ def rmsprop_bfloat16_centered(
     grad_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_bfloat16_centered_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -665,7 +665,7 @@ def rmsprop_float16_centered(
     grad_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float16_centered_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -747,7 +747,7 @@ def rmsprop_float32_centered_has_momentum(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float32_centered_has_momentum_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -832,7 +832,7 @@ def rmsprop_bfloat16_centered_has_momentum(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_bfloat16_centered_has_momentum_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -915,7 +915,7 @@ def rmsprop_float16_centered_has_momentum(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float16_centered_has_momentum_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,

@@ -201,7 +201,7 @@ def rmsprop_float32_small(
     square_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
@@ -945,7 +945,7 @@ def rmsprop_float32_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float32_has_momentum_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -1767,7 +1767,7 @@ def rmsprop_float32_centered_small(
     grad_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float32_centered_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -2642,7 +2642,7 @@ def rmsprop_float32_centered_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rmsprop_float32_centered_has_momentum_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
@@ -3374,18 +3374,18 @@ OPTIONS = {
     "rmsprop_float32_small": {"maxnreg": 64},
     "rmsprop_bfloat16": {"maxnreg": 64},
     "rmsprop_bfloat16_small": {"maxnreg": 64},
-    "rmsprop_float16": {"maxnreg": 64},
-    "rmsprop_float16_small": {"maxnreg": 64},
+    "rmsprop_float16": {"maxnreg": 96},
+    "rmsprop_float16_small": {"maxnreg": 96},
     "rmsprop_float32_has_momentum": {"maxnreg": 64},
     "rmsprop_float32_has_momentum_small": {"maxnreg": 64},
     "rmsprop_bfloat16_has_momentum": {"maxnreg": 64},
     "rmsprop_bfloat16_has_momentum_small": {"maxnreg": 64},
-    "rmsprop_float16_has_momentum": {"maxnreg": 64},
-    "rmsprop_float16_has_momentum_small": {"maxnreg": 64},
+    "rmsprop_float16_has_momentum": {"maxnreg": 96},
+    "rmsprop_float16_has_momentum_small": {"maxnreg": 96},
     "rmsprop_float32_centered": {"maxnreg": 64},
     "rmsprop_float32_centered_small": {"maxnreg": 64},
     "rmsprop_bfloat16_centered": {"maxnreg": 64},
     "rmsprop_bfloat16_centered_small": {"maxnreg": 64},
-    "rmsprop_float16_centered": {"maxnreg": 64},
-    "rmsprop_float16_centered_small": {"maxnreg": 64},
+    "rmsprop_float16_centered": {"maxnreg": 96},
+    "rmsprop_float16_centered_small": {"maxnreg": 96},
 }

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, sign, widened
+from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, sign, widened
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def rprop_float32(
     step_size_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rprop_float32_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
@@ -158,7 +158,7 @@ def rprop_bfloat16(
     step_size_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rprop_bfloat16_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
@@ -238,7 +238,7 @@ def rprop_float16(
     step_size_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rprop_float16_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,

@@ -239,7 +239,7 @@ def rprop_float32_small(
     step_size_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             rprop_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
@@ -865,6 +865,6 @@ OPTIONS = {
     "rprop_float32_small": {"maxnreg": 64},
     "rprop_bfloat16": {"maxnreg": 64},
     "rprop_bfloat16_small": {"maxnreg": 64},
-    "rprop_float16": {"maxnreg": 64},
-    "rprop_float16_small": {"maxnreg": 64},
+    "rprop_float16": {"maxnreg": 96},
+    "rprop_float16_small": {"maxnreg": 96},
 }

@@ -53,7 +53,7 @@ def sgd_float32(
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             sgd_float32_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
@@ -412,7 +412,7 @@ def sgd_float32_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             sgd_float32_has_momentum_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
@@ -1088,7 +1088,7 @@ def sgd_float32_nesterov_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             sgd_float32_nesterov_has_momentum_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
@@ -1647,17 +1647,17 @@ TILE = {
 OPTIONS = {
     "sgd_float32": {"maxnreg": 64},
     "sgd_bfloat16": {"maxnreg": 64},
-    "sgd_float16": {"maxnreg": 64},
+    "sgd_float16": {"maxnreg": 96},
     "sgd_float32_has_momentum": {"maxnreg": 64},
     "sgd_float32_has_momentum_small": {"maxnreg": 64},
     "sgd_bfloat16_has_momentum": {"maxnreg": 64},
     "sgd_bfloat16_has_momentum_small": {"maxnreg": 64},
-    "sgd_float16_has_momentum": {"maxnreg": 64},
-    "sgd_float16_has_momentum_small": {"maxnreg": 64},
+    "sgd_float16_has_momentum": {"maxnreg": 96},
+    "sgd_float16_has_momentum_small": {"maxnreg": 96},
     "sgd_float32_nesterov_has_momentum": {"maxnreg": 64},
     "sgd_float32_nesterov_has_momentum_small": {"maxnreg": 64},
     "sgd_bfloat16_nesterov_has_momentum": {"maxnreg": 64},
     "sgd_bfloat16_nesterov_has_momentum_small": {"maxnreg": 64},
-    "sgd_float16_nesterov_has_momentum": {"maxnreg": 64},
-    "sgd_float16_nesterov_has_momentum_small": {"maxnreg": 64},
+    "sgd_float16_nesterov_has_momentum": {"maxnreg": 96},
+    "sgd_float16_nesterov_has_momentum_small": {"maxnreg": 96},
 }

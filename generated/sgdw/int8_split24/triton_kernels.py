@@ -54,7 +54,7 @@ def sgdw_float32(
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             sgdw_float32_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
@@ -424,7 +424,7 @@ def sgdw_float32_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             sgdw_float32_has_momentum_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
@@ -1112,7 +1112,7 @@ def sgdw_float32_nesterov_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             sgdw_float32_nesterov_has_momentum_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
@@ -1663,17 +1663,17 @@ TILE = {
 OPTIONS = {
     "sgdw_float32": {"maxnreg": 64},
     "sgdw_bfloat16": {"maxnreg": 64},
-    "sgdw_float16": {"maxnreg": 64},
+    "sgdw_float16": {"maxnreg": 96},
     "sgdw_float32_has_momentum": {"maxnreg": 64},
     "sgdw_float32_has_momentum_small": {"maxnreg": 64},
     "sgdw_bfloat16_has_momentum": {"maxnreg": 64},
     "sgdw_bfloat16_has_momentum_small": {"maxnreg": 64},
-    "sgdw_float16_has_momentum": {"maxnreg": 64},
-    "sgdw_float16_has_momentum_small": {"maxnreg": 64},
+    "sgdw_float16_has_momentum": {"maxnreg": 96},
+    "sgdw_float16_has_momentum_small": {"maxnreg": 96},
     "sgdw_float32_nesterov_has_momentum": {"maxnreg": 64},
     "sgdw_float32_nesterov_has_momentum_small": {"maxnreg": 64},
     "sgdw_bfloat16_nesterov_has_momentum": {"maxnreg": 64},
     "sgdw_bfloat16_nesterov_has_momentum_small": {"maxnreg": 64},
-    "sgdw_float16_nesterov_has_momentum": {"maxnreg": 64},
-    "sgdw_float16_nesterov_has_momentum_small": {"maxnreg": 64},
+    "sgdw_float16_nesterov_has_momentum": {"maxnreg": 96},
+    "sgdw_float16_nesterov_has_momentum_small": {"maxnreg": 96},
 }

@@ -15,7 +15,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, sign, widened
+from optgen.runtime.triton_prelude import get, opaque, pointer, put, sign, widened
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def signum_float32(
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             signum_float32_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
@@ -116,7 +116,7 @@ def signum_bfloat16(
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             signum_bfloat16_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
@@ -175,7 +175,7 @@ def signum_float16(
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             signum_float16_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
@@ -240,7 +240,7 @@ def signum_float32_has_momentum(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             signum_float32_has_momentum_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
@@ -310,7 +310,7 @@ def signum_bfloat16_has_momentum(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             signum_bfloat16_has_momentum_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
@@ -378,7 +378,7 @@ def signum_float16_has_momentum(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             signum_float16_has_momentum_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,

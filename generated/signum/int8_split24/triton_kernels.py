@@ -55,7 +55,7 @@ def signum_float32(
     g_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             signum_float32_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
@@ -426,7 +426,7 @@ def signum_float32_has_momentum_small(
     momentum_buffer_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             signum_float32_has_momentum_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
@@ -956,11 +956,11 @@ TILE = {
 OPTIONS = {
     "signum_float32": {"maxnreg": 64},
     "signum_bfloat16": {"maxnreg": 64},
-    "signum_float16": {"maxnreg": 64},
+    "signum_float16": {"maxnreg": 96},
     "signum_float32_has_momentum": {"maxnreg": 64},
     "signum_float32_has_momentum_small": {"maxnreg": 64},
     "signum_bfloat16_has_momentum": {"maxnreg": 64},
     "signum_bfloat16_has_momentum_small": {"maxnreg": 64},
-    "signum_float16_has_momentum": {"maxnreg": 64},
-    "signum_float16_has_momentum_small": {"maxnreg": 64},
+    "signum_float16_has_momentum": {"maxnreg": 96},
+    "signum_float16_has_momentum_small": {"maxnreg": 96},
 }

@@ -189,7 +189,7 @@ def tiger_float32_small(
     exp_avg_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tiger_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta,
@@ -710,6 +710,6 @@ OPTIONS = {
     "tiger_float32_small": {"maxnreg": 64},
     "tiger_bfloat16": {"maxnreg": 64},
     "tiger_bfloat16_small": {"maxnreg": 64},
-    "tiger_float16": {"maxnreg": 64},
-    "tiger_float16_small": {"maxnreg": 64},
+    "tiger_float16": {"maxnreg": 96},
+    "tiger_float16_small": {"maxnreg": 96},
 }

@@ -247,7 +247,7 @@ def yogi_float32_small(
     exp_avg_sq_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
-        start = pair * (2 * TILE)
+        start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             yogi_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
@@ -902,6 +902,6 @@ OPTIONS = {
     "yogi_float32_small": {"maxnreg": 64},
     "yogi_bfloat16": {"maxnreg": 64},
     "yogi_bfloat16_small": {"maxnreg": 64},
-    "yogi_float16": {"maxnreg": 64},
-    "yogi_float16_small": {"maxnreg": 64},
+    "yogi_float16": {"maxnreg": 96},
+    "yogi_float16_small": {"maxnreg": 96},
 }
