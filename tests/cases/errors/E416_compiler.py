@@ -1,7 +1,9 @@
+from unittest import mock
+
 from optgen.driver.ahead import compile_ahead
 from optgen.runtime import native
 
 
 def case():
-    native.load = lambda jobs: [native.Unavailable("there is no C++ compiler")]
-    compile_ahead([native.Job("k", "")], lambda items, total: items)
+    with mock.patch.object(native, "load", lambda jobs: [native.Unavailable("there is no C++ compiler")]):
+        compile_ahead([native.Job("k", "")], lambda items, total: items)
