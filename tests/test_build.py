@@ -473,3 +473,18 @@ def test_a_ready_made_optimizer_takes_plans_that_were_not_built(tmp_path: Path) 
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_with_specs_of_its_own_is_a_project_within_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the demo, whose project lies in a checkout."""
+    from optgen.driver import load
+
+    (tmp_path / "pyproject.toml").write_text("[tool.optgen]\n", encoding="utf-8")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    assert load.home() == tmp_path.resolve()
+    (inner / "specs").mkdir()
+    assert load.home() == inner

@@ -368,7 +368,9 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
     import triton.language as tl
 
     fn, tile = getattr(module, function), module.TILE[function]
-    limits = getattr(module, "OPTIONS", {}).get(function, {})
+    from optgen.runtime import launch
+
+    limits = {t: launch.limits(module, function, gpu.arch // 10) for t, gpu in TARGETS.items() if gpu.backend == "cuda"}
     unrolled = re.search(r"tl\.static_range\((\d+)\)", inspect.getsource(fn.fn))
     constants = {"GRAD": getattr(tl, grad), "TILES": 16, "RAGGED": False, "ALIGNED": True}
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in {*constants, "TILE"}}
@@ -382,7 +384,7 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
             elements=size * (int(unrolled[1]) if unrolled else 1),
             aligned=("table", "work"),
             targets=(target,),
-            options=limits if gpu.backend == "cuda" else {},
+            options=limits.get(target, {}),
         )
 
 

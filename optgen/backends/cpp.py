@@ -351,12 +351,16 @@ class Phases:
     def uses(self, roots: list[Node], own: set[int]) -> list[Node]:
         """Named values that code for `roots` reads and that are not its `own`, the lets among the roots."""
         out: dict[int, Node] = {}
+        seen: set[int] = set()
         stack = list(reversed(roots))
         while stack:
             n = stack.pop()
+            if n.uid in seen:
+                continue
+            seen.add(n.uid)
             if n.uid in self.name and n.uid not in own and not self._trivial(n):
-                out.setdefault(n.uid, n)
-            elif n.uid not in own or any(n is r for r in roots):
+                out[n.uid] = n
+            else:
                 stack.extend(reversed(self.operands(n)))
         return list(out.values())
 

@@ -54,8 +54,9 @@ _TABLE = re.compile(rb"^\s*\[+\s*tool\s*\.\s*optgen\b", re.MULTILINE)
 
 
 def home() -> Path:
-    """The project: the nearest folder with [tool.optgen] at or above the current one, else the current one."""
-    return table_above(Path.cwd()) or Path.cwd()
+    """The project: the current folder if it holds `specs/`, else the nearest above with [tool.optgen], else it."""
+    here = Path.cwd()
+    return here if (here / "specs").is_dir() else table_above(here) or here
 
 
 def folders(project: Path | None = None) -> tuple[Path, ...]:

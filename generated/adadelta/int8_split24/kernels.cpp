@@ -155,6 +155,8 @@ struct adadelta_float32 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
+            const I square_avg_pattern = load(square_avg_pattern_kept + b);
+            const I acc_delta_pattern = load(acc_delta_pattern_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -401,6 +403,8 @@ struct adadelta_bfloat16 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
+            const I square_avg_pattern = load(square_avg_pattern_kept + b);
+            const I acc_delta_pattern = load(acc_delta_pattern_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -691,6 +695,8 @@ struct adadelta_float16 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
+            const I square_avg_pattern = load(square_avg_pattern_kept + b);
+            const I acc_delta_pattern = load(acc_delta_pattern_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));

@@ -109,6 +109,7 @@ struct adagrad_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I sum_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I sum_below = smallest_of_block + -524288 >> 22;
             const I sum_units = min(I(64), max(I(1), sum_above - max(I(128), sum_below)));
@@ -276,6 +277,7 @@ struct adagrad_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I sum_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I sum_below = smallest_of_block + -524288 >> 22;
             const I sum_units = min(I(64), max(I(1), sum_above - max(I(128), sum_below)));
@@ -487,6 +489,7 @@ struct adagrad_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I sum_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I sum_below = smallest_of_block + -524288 >> 22;
             const I sum_units = min(I(64), max(I(1), sum_above - max(I(128), sum_below)));

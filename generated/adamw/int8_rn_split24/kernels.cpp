@@ -113,6 +113,8 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
+            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -291,6 +293,8 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
+            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -493,6 +497,8 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
+            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -716,6 +722,9 @@ struct adamw_float32_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
+            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
+            const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -942,6 +951,9 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
+            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
+            const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -1192,6 +1204,9 @@ struct adamw_float16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
+            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
+            const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);

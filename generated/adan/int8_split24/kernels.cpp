@@ -225,6 +225,10 @@ struct adan_float32 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I prev_grad_top = largest(prev_grad_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
+            const F exp_avg_diff = load(exp_avg_diff_kept + b);
+            const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + b);
+            const F g_2 = load(g_2_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -561,6 +565,10 @@ struct adan_bfloat16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I prev_grad_top = largest(prev_grad_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
+            const F exp_avg_diff = load(exp_avg_diff_kept + b);
+            const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + b);
+            const F g = load(g_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -942,6 +950,10 @@ struct adan_float16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I prev_grad_top = largest(prev_grad_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
+            const F exp_avg_diff = load(exp_avg_diff_kept + b);
+            const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + b);
+            const F g = load(g_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);

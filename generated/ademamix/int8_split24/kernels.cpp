@@ -193,6 +193,8 @@ struct ademamix_float32 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I exp_avg_slow_top = largest(exp_avg_slow_top_kept + b);
+            const F g_sqrt = load(g_sqrt_kept + b);
+            const F exp_avg_slow = load(exp_avg_slow_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -263,6 +265,7 @@ struct ademamix_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -514,6 +517,8 @@ struct ademamix_bfloat16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I exp_avg_slow_top = largest(exp_avg_slow_top_kept + b);
+            const F g_sqrt = load(g_sqrt_kept + b);
+            const F exp_avg_slow = load(exp_avg_slow_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -584,6 +589,7 @@ struct ademamix_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -880,6 +886,8 @@ struct ademamix_float16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I exp_avg_slow_top = largest(exp_avg_slow_top_kept + b);
+            const F g_sqrt = load(g_sqrt_kept + b);
+            const F exp_avg_slow = load(exp_avg_slow_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -950,6 +958,7 @@ struct ademamix_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);

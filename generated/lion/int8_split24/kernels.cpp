@@ -105,6 +105,7 @@ struct lion_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -256,6 +257,7 @@ struct lion_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -452,6 +454,7 @@ struct lion_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);

@@ -144,6 +144,8 @@ struct madgrad_float32 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
+            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
+            const F s = load(s_kept + b);
             const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
@@ -366,6 +368,8 @@ struct madgrad_bfloat16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
+            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
+            const F s = load(s_kept + b);
             const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
@@ -632,6 +636,8 @@ struct madgrad_float16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
+            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
+            const F s = load(s_kept + b);
             const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
@@ -893,6 +899,8 @@ struct madgrad_float32_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
+            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
+            const F s = load(s_kept + b);
             const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
@@ -1115,6 +1123,8 @@ struct madgrad_bfloat16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
+            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
+            const F s = load(s_kept + b);
             const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
@@ -1382,6 +1392,8 @@ struct madgrad_float16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
+            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
+            const F s = load(s_kept + b);
             const I grad_sum_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));

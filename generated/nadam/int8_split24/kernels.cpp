@@ -142,6 +142,7 @@ struct nadam_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -195,6 +196,7 @@ struct nadam_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -389,6 +391,7 @@ struct nadam_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -442,6 +445,7 @@ struct nadam_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -680,6 +684,7 @@ struct nadam_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -733,6 +738,7 @@ struct nadam_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -973,6 +979,7 @@ struct nadam_float32_decoupled_weight_decay {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F g_sqrt = load(g_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -1026,6 +1033,7 @@ struct nadam_float32_decoupled_weight_decay {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -1229,6 +1237,7 @@ struct nadam_bfloat16_decoupled_weight_decay {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F g_sqrt = load(g_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -1282,6 +1291,7 @@ struct nadam_bfloat16_decoupled_weight_decay {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -1530,6 +1540,7 @@ struct nadam_float16_decoupled_weight_decay {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F g_sqrt = load(g_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -1583,6 +1594,7 @@ struct nadam_float16_decoupled_weight_decay {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);

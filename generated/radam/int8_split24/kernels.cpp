@@ -153,6 +153,7 @@ struct radam_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -206,6 +207,7 @@ struct radam_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -416,6 +418,7 @@ struct radam_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -469,6 +472,7 @@ struct radam_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -711,6 +715,7 @@ struct radam_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -764,6 +769,7 @@ struct radam_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -1007,6 +1013,7 @@ struct radam_float32_decoupled_weight_decay {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F g_sqrt = load(g_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -1060,6 +1067,7 @@ struct radam_float32_decoupled_weight_decay {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -1265,6 +1273,7 @@ struct radam_bfloat16_decoupled_weight_decay {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F g_sqrt = load(g_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -1318,6 +1327,7 @@ struct radam_bfloat16_decoupled_weight_decay {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -1568,6 +1578,7 @@ struct radam_float16_decoupled_weight_decay {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F g_sqrt = load(g_sqrt_kept + b);
             const I exp_avg_sq_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
@@ -1621,6 +1632,7 @@ struct radam_float16_decoupled_weight_decay {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);

@@ -114,6 +114,7 @@ struct rmsprop_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -288,6 +289,7 @@ struct rmsprop_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -506,6 +508,7 @@ struct rmsprop_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -743,6 +746,8 @@ struct rmsprop_float32_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -967,6 +972,8 @@ struct rmsprop_bfloat16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -1224,6 +1231,8 @@ struct rmsprop_float16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F p_sqrt = load(p_sqrt_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -1476,6 +1485,7 @@ struct rmsprop_float32_centered {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -1529,6 +1539,7 @@ struct rmsprop_float32_centered {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
+            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
@@ -1719,6 +1730,7 @@ struct rmsprop_bfloat16_centered {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -1772,6 +1784,7 @@ struct rmsprop_bfloat16_centered {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
+            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
@@ -2007,6 +2020,7 @@ struct rmsprop_float16_centered {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -2060,6 +2074,7 @@ struct rmsprop_float16_centered {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
+            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
@@ -2329,6 +2344,8 @@ struct rmsprop_float32_centered_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I square_avg_pattern = load(square_avg_pattern_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -2399,6 +2416,7 @@ struct rmsprop_float32_centered_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
+            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
@@ -2645,6 +2663,8 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I square_avg_pattern = load(square_avg_pattern_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -2715,6 +2735,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
+            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
@@ -2995,6 +3016,8 @@ struct rmsprop_float16_centered_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I square_avg_pattern = load(square_avg_pattern_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_above = (min(I(1601175552), max(I(536870912), largest_of_block)) + 524288 >> 22) + 1;
             const I square_avg_below = smallest_of_block + -524288 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
@@ -3065,6 +3088,7 @@ struct rmsprop_float16_centered_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
+            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
             const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);

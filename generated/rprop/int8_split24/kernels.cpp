@@ -141,6 +141,8 @@ struct rprop_float32 {
             const I prev_top = largest(prev_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F prev = load(prev_kept + b);
+            const I step_size_pattern = load(step_size_pattern_kept + b);
             const I prev_up = max(I(75497472), prev_top) + 32767;
             const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
             const I prev_divisor = min(I(2139095039), prev_up_2 & 2147450880);
@@ -358,6 +360,8 @@ struct rprop_bfloat16 {
             const I prev_top = largest(prev_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F prev = load(prev_kept + b);
+            const I step_size_pattern = load(step_size_pattern_kept + b);
             const I prev_up = max(I(75497472), prev_top) + 32767;
             const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
             const I prev_divisor = min(I(2139095039), prev_up_2 & 2147450880);
@@ -620,6 +624,8 @@ struct rprop_float16 {
             const I prev_top = largest(prev_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const F prev = load(prev_kept + b);
+            const I step_size_pattern = load(step_size_pattern_kept + b);
             const I prev_up = max(I(75497472), prev_top) + 32767;
             const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
             const I prev_divisor = min(I(2139095039), prev_up_2 & 2147450880);

@@ -236,6 +236,7 @@ struct sgd_float32_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
             const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
@@ -382,6 +383,7 @@ struct sgd_bfloat16_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
             const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
@@ -561,6 +563,7 @@ struct sgd_float16_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
             const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
@@ -741,6 +744,7 @@ struct sgd_float32_nesterov_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
             const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
@@ -889,6 +893,7 @@ struct sgd_bfloat16_nesterov_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
             const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
@@ -1081,6 +1086,7 @@ struct sgd_float16_nesterov_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
             const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);

@@ -243,6 +243,7 @@ struct signum_float32_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
             const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
@@ -388,6 +389,7 @@ struct signum_bfloat16_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
             const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
@@ -577,6 +579,7 @@ struct signum_float16_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
             const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);

@@ -96,6 +96,7 @@ struct tiger_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -241,6 +242,7 @@ struct tiger_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -430,6 +432,7 @@ struct tiger_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg = load(exp_avg_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
