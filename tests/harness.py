@@ -21,7 +21,7 @@ from optgen import passes
 from optgen.backends import cpp, host, reference, triton, wrapper
 from optgen.driver import targets
 from optgen.driver.emit import unpack_of
-from optgen.ir.program import Schedule
+from optgen.ir.program import Schedule, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
@@ -63,7 +63,7 @@ class Pair:
         self.spec, self.schedule, self.kernels = spec, s, kernels
         names = "Blocks, block_max, block_min, quotient, rotl, scalars, sqrt"
         text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
-        self.reference = _module(folder / "ref.py", text + "\n".join(reference.step_function(s, "f")) + "\n")
+        self.reference = _module(folder / "ref.py", text + "\n".join(reference.step_function(Step.of(s), "f")) + "\n")
         rendered = wrapper.render(
             "triton.py.j2",
             header="",

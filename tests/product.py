@@ -165,7 +165,7 @@ def build(cell: Cell) -> Built:
     param = dtypes.FROM_TORCH[cell.param]
     storage = plan.storage(spec.present(flags), param, cell.small, recurrences)
     compiled = compile_case(spec, Case(flags, param, cell.small, storage))
-    schedules = [compiled.strict, compiled.decode, compiled.encode]
+    schedules = [*(x.schedule for x in compiled.strict.stages), compiled.decode, compiled.encode]
     lines = ["import math", "import torch", "from optgen.runtime.scalars import divide, exp, floor, log, power, root"]
     lines += [f"from optgen.runtime.eager import {', '.join(reference.needs(schedules))}"]
     lines += host.scalars_function(compiled.strict.program, unpack_of(spec), "scalars_of_step")

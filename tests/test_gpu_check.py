@@ -279,9 +279,7 @@ def test_targets_are_judged_by_what_was_measured() -> None:
     assert [t["verdict"] for t in bench.judge(sections)] == ["met", "missed", "not measured", "not measured"]
 
 
-def test_another_package_of_a_peer_s_name_is_not_taken_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_package_of_a_peer_s_name_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flashoptim.py").write_text("class FlashAdamW: ...\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "flashoptim", raising=False)

@@ -412,7 +412,7 @@ def chosen() -> Iterable[Job]:
         # The default setting of the flags; rules of which only a derived flag differs are wanted with it on.
         wanted = {f.name: f.default or f.nonzero is not None for f in spec.flags}
         case = max(cases, key=lambda c: sum(wanted[k] == v for k, v in dict(c.flags).items()))
-        schedule = emit.compile_case(spec, case, "fast").fast
+        schedule = emit.compile_case(spec, case, "fast").fast.stages[0].schedule
         tile = backend.tile_elements(schedule)
         text = wrapper.render(
             "triton.py.j2",

@@ -245,7 +245,7 @@ class Phases:
     """Where each value of a sweep is computed, and which values outlive their phase."""
 
     def __init__(self, schedule: Schedule) -> None:
-        (sweep,) = schedule.sweeps
+        sweep = schedule.sweep
         self.program = schedule.program
         roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
         self.nodes = list(postorder(roots))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Let, Program, Schedule
+from optgen.ir.program import Let, Program, Schedule, Step, Store
+from optgen.ops import spaces
+from optgen.ops.spaces import Space
 
 
 def _const(p: Printer, n: Node) -> Text:
@@ -64,11 +68,21 @@ def _block(name: str) -> Spelling:
 
 
 def _load(p: Printer, n: Node) -> Text:
-    get = "per_block" if n.space.name == "block" else "elements"
     name = f'values["{n.attr[3:]}"]' if n.attr.startswith("in_") else f"{n.attr}_tensor"
+    if n.space.name in spaces.SMALL:
+        beside = isinstance(p, ReferencePrinter) and p.space == spaces.elem
+        return (f"b.spread({name})", ATOM) if beside else (name, ATOM)
+    get = "per_block" if n.space.name == "block" else "elements"
     # The gradient comes in any float dtype, whatever the program calls it; a 0-dim scalar would not widen it.
     wide = ".to(torch.float32)" if n.attr == "g" and n.dtype.torch == "float32" else ""
     return f"b.{get}({name}){wide}", ATOM
+
+
+@dataclass
+class ReferencePrinter(Printer):
+    """A printer that knows over which space the stage runs."""
+
+    space: Space = spaces.elem
 
 
 SPELL: dict[str, Spelling] = {
@@ -94,6 +108,7 @@ SPELL: dict[str, Spelling] = {
     "bitcast": _bitcast,
     "block_max": _block("block_max"),
     "block_min": _block("block_min"),
+    "extent": lambda p, n: (f'b.extent("{n.attr}")', ATOM),
 }
 
 TITLES = {"decode": "load and decode", "update": "update", "encode": "encode and store"}
@@ -121,31 +136,58 @@ def _kind(program: Program, buffer: str) -> str:
     return "_per_block" if program.buffer(buffer).space.name == "block" else ""
 
 
-def step_function(schedule: Schedule, function: str, source: str = "") -> list[str]:
+def _stored(program: Program, s: Store, printer: Printer) -> str:
+    """The line of a store."""
+    buffer = program.buffer(s.buffer)
+    value, name = printer.text(s.node), f"{s.buffer}_tensor"
+    if buffer.role == "partial":
+        if program.space == spaces.elem:
+            return f"{name} = b.{buffer.reduction}({value})"
+        return f'{name} = few_{buffer.reduction.split("_")[1]}({value}, "{buffer.space.name}")'
+    if buffer.role == "temp":
+        return f"{name} = {value}"
+    if buffer.space.name in spaces.SMALL:
+        return f"put({name}, {value})"
+    return f"b.store{_kind(program, s.buffer)}({name}, {value})"
+
+
+def _block_size(program: Program) -> int:
+    return program.block if program.space == spaces.elem else 1
+
+
+def step_function(step: Step, function: str, source: str = "") -> list[str]:
     """`def function(p, g, fields..., scalars..., step_key, stream_key)`: one step, in place."""
-    program, (sweep,) = schedule.program, schedule.sweeps
-    printer = Printer(SPELL, {})
-    host = [let.name for let in program.host]
-    tensors = [f"{b.name}_tensor" for b in program.buffers]
+    host = [let.name for let in step.host]
+    tensors = [f"{b.name}_tensor" for b in step.program.buffers]
     out = wrapped(f"def {function}(", [*tensors, *host, "step_key", "stream_key"], "):")
     out.append('    """One step in place, in strict maths."""')
-    out.append(f"    b = Blocks(p_tensor, {program.block})")
+    blocks = [_block_size(s.schedule.program) for s in step.stages]
+    out.append(f"    b = Blocks(p_tensor, {blocks[0]})")
     if host:
         # One name needs the comma that makes it a tuple; more are wrapped in parentheses where they are many.
         names = wrapped("(", host, f"{',' if len(host) == 1 else ''}) = scalars(")
         out += [f"    {line}" for line in names[:-1]] + [
             f"    {line}" for line in wrapped(f"{names[-1]}", ["p_tensor", *host], ")")
         ]
-    lines = bound_lines(sweep.lets, printer)
-    lines["encode"] += [
-        (f"b.store{_kind(program, s.buffer)}({s.buffer}_tensor, {printer.text(s.node)})", "") for s in sweep.stores
-    ]
-    return out + [f"    {line}" for line in assemble(lines, source)]
+    for k, stage in enumerate(step.stages):
+        program, sweep = stage.schedule.program, stage.schedule.sweep
+        if len(step.stages) > 1:
+            what = f"sweep {step.sweeps.index(stage) + 1}" if stage.is_sweep else stage.space.name
+            out += ["", f"    # == {what}: {stage.why}"]
+        if k and stage.is_sweep:
+            before = next((blocks[i] for i in range(k - 1, -1, -1) if step.stages[i].is_sweep), blocks[0])
+            if before != blocks[k]:
+                out.append(f"    b = Blocks(p_tensor, {blocks[k]})")
+        printer = ReferencePrinter(SPELL, {}, stage.space)
+        lines = bound_lines(sweep.lets, printer)
+        lines["encode"] += [(_stored(program, s, printer), "") for s in sweep.stores]
+        out += [f"    {line}" for line in assemble(lines, source)]
+    return out
 
 
 def decode_function(schedule: Schedule, function: str) -> list[str]:
     """`def function(p, fields...) -> dict`: the f32 weight under "p" and the f32 states, in the parameter's shape."""
-    program, (sweep,) = schedule.program, schedule.sweeps
+    program, sweep = schedule.program, schedule.sweep
     printer = Printer(SPELL, {})
     tensors = [f"{b.name}_tensor" for b in program.buffers if b.reads]
     out = wrapped(f"def {function}(", tensors, "):")
@@ -159,7 +201,7 @@ def decode_function(schedule: Schedule, function: str) -> list[str]:
 
 def encode_function(schedule: Schedule, function: str) -> list[str]:
     """`def function(values) -> dict`: fields from fp32 values, rounded to nearest."""
-    program, (sweep,) = schedule.program, schedule.sweeps
+    program, sweep = schedule.program, schedule.sweep
     printer = Printer(SPELL, {})
     out = [f"def {function}(values):"]
     out.append('    """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""')
@@ -174,6 +216,11 @@ def needs(schedules: list[Schedule]) -> list[str]:
     """Names to import from optgen.runtime.eager."""
     names = {"Blocks"}
     for s in schedules:
+        for buffer in (s.program.buffer(x.buffer) for x in s.sweep.stores):
+            if buffer.role == "partial" and s.program.space != spaces.elem:
+                names.add(f"few_{buffer.reduction.split('_')[1]}")
+            elif buffer.role == "state" and buffer.space.name in spaces.SMALL:
+                names.add("put")
         if s.program.host:
             names.add("scalars")
         for n in postorder(s.program.roots()):

@@ -250,7 +250,7 @@ def _put(program: Program, s: Store, printer: TritonPrinter) -> str:
 
 def _tile(schedule: Schedule, function: str, source: str) -> list[str]:
     """The tile function: decode, update, encode."""
-    program, (sweep,) = schedule.program, schedule.sweeps
+    program, sweep = schedule.program, schedule.sweep
     roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
     printer = TritonPrinter(program, ranges(roots, scalar_ranges(program)))
     # A store stands where its value is known: what only it reads is needed no longer.
@@ -273,7 +273,7 @@ def _tile(schedule: Schedule, function: str, source: str) -> list[str]:
 
 def _lets(schedule: Schedule) -> tuple[Let, ...]:
     """The lets that something reads."""
-    (sweep,) = schedule.sweeps
+    sweep = schedule.sweep
     if schedule.program.maths == "strict":
         return sweep.lets
     read = {n.uid for n in printed([s.node for s in sweep.stores])}

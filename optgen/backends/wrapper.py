@@ -34,9 +34,17 @@ class FlagRow:
     nonzero: str | None
     needs: str | None
     excludes: str | None
+    shape: str = ""  # the source of a function of the shape
+
+    @property
+    def derived(self) -> bool:
+        """Whether no constructor argument sets it."""
+        return bool(self.nonzero or self.shape)
 
     @property
     def declaration(self) -> str:
+        if self.shape:
+            return f'Flag("{self.name}", shape={self.shape})'
         if self.nonzero:
             return f'Flag("{self.name}", nonzero="{self.nonzero}")'
         limits = (("needs", self.needs), ("excludes", self.excludes))
@@ -64,11 +72,11 @@ class ClassRow:
     @property
     def signature(self) -> list[str]:
         out = [f"{h.name}={literal(h.default)}" for h in self.hypers]
-        return out + [f"{f.name}={f.default}" for f in self.flags if not f.nonzero]
+        return out + [f"{f.name}={f.default}" for f in self.flags if not f.derived]
 
     @property
     def defaults(self) -> list[str]:
-        return [h.name for h in self.hypers] + [f.name for f in self.flags if not f.nonzero]
+        return [h.name for h in self.hypers] + [f.name for f in self.flags if not f.derived]
 
 
 def literal(value: float | tuple[float, ...]) -> str:

@@ -87,6 +87,11 @@ TABLE: dict[str, Row] = {
         "",
         "a new value is computed from p, g, the states or the hyper-parameters",
     ),
+    "E125": Row(
+        "shape flag `{name}` is not a lambda in the signature that reads its argument only",
+        "its text goes into the generated class",
+        "shape_flag(lambda shape: len(shape) >= 2)",
+    ),
     "E131": Row("{kind}: {text}", "raised by Python while the spec was traced"),
     "E132": Row(
         "the source of `{name}` cannot be read",
@@ -188,10 +193,6 @@ TABLE: dict[str, Row] = {
     ),
     "E408": Row("{file} exists already", "nothing was changed", "choose another name, or delete the file"),
     "E409": Row("`{name}` cannot be the name of a spec", "it becomes a Python module and function", "{remedy}"),
-    "E410": Row(
-        "`{spec}` reduces over rows, columns or the tensor; kernels for that are not available yet",
-        "such a spec can be read, checked and evaluated; it cannot be built",
-    ),
     "E411": Row("{option} is {want}, got `{got}`"),
     "E412": Row("two specs would both become {what}"),
     "E413": Row("{path} cannot be written: {why}"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -12,14 +12,13 @@ import optgen
 from optgen import passes
 from optgen.backends import cpp, host, reference, triton, wrapper
 from optgen.backends.host import Unpack
-from optgen.base.errors import UserError
 from optgen.driver import explain, targets
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, field_name
-from optgen.ir.program import Program, Schedule
+from optgen.ir.program import Buffer, Program, Schedule, Stage, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower, lower_decode, lower_encode
-from optgen.ops.prims import REDUCTIONS
+from optgen.ops import spaces
 
 Maths = Literal["strict", "fast"]
 
@@ -32,8 +31,8 @@ class Compiled:
     """One case, through the passes in both maths modes."""
 
     case: Case
-    strict: Schedule
-    fast: Schedule
+    strict: Step
+    fast: Step
     decode: Schedule
     encode: Schedule
 
@@ -69,10 +68,8 @@ class Pool:
 def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
     """Lower one case and run the passes; strict for the reference, `maths` for the kernels."""
     program = lower(spec, case.flags, case.storage)
-    if any(n.op in REDUCTIONS for n in _nodes(program)):
-        raise UserError("E410", loc=spec.loc, spec=spec.name)
-    strict = passes.run(program, "strict")
-    fast = strict if maths == "strict" else passes.run(program, "fast")
+    strict = passes.step(program, "strict")
+    fast = strict if maths == "strict" else passes.step(program, "fast")
     decode = passes.run(lower_decode(spec, case.storage), "strict")
     encode = passes.run(lower_encode(spec, case.storage), "strict")
     return Compiled(case, strict, fast, decode, encode)
@@ -113,10 +110,12 @@ def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths
     lines += [f"#   rebuild   {command}", f"#   explain   optgen explain {spec.name} --plan {plan.name}", "#"]
     first = next((c for c in compiled if c.case.param.torch == "bfloat16" and not c.case.small), compiled[0])
     lines += [f"#   {line}".rstrip() for line in explain.storage_lines(spec, first.case.storage)]
-    read, written = first.fast.traffic
+    most = max(compiled, key=lambda c: (not c.case.small, c.case.param == first.case.param, len(c.fast.sweeps)))
+    read, written = most.fast.traffic
+    count = len(most.fast.sweeps)
     lines.append(
-        f"#   traffic   {read + written:g} B per {first.case.param.torch} parameter and step: "
-        f"{len(first.fast.sweeps)} sweep, no temporaries"
+        f"#   traffic   {read + written:g} B per {most.case.param.torch} parameter and step: "
+        + ("1 sweep, no temporaries" if count == 1 else f"{count} sweeps")
     )
     if backend in ("triton", "cpp"):
         rules = sorted({r for c in compiled for r in c.fast.program.rules})
@@ -141,7 +140,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
             return reference.step_function(c.strict, name, source)
 
         def kernel(name: str, c: Compiled = c) -> list[str]:
-            return triton.kernel(c.fast, name, source)
+            return triton.kernel(c.fast.stages[0].schedule, name, source)
 
         def code(name: str, c: Compiled = c) -> list[str]:
             return [
@@ -152,19 +151,24 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
             ]
 
         # Strict and fast maths hoist different scalars: the runtime passes each backend its own.
-        strict_host = scalars.add("host_scalars", partial(host.scalars_function, c.strict.program, unpack))
-        fast_host = scalars.add("kernel_scalars", partial(host.scalars_function, c.fast.program, unpack))
-        reference_name = steps.add(wanted, step, [let.name for let in c.strict.program.host])
-        kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.program.host])
+        strict_host = scalars.add("host_scalars", partial(host.scalars_function, _host(c.strict), unpack))
+        fast_host = scalars.add("kernel_scalars", partial(host.scalars_function, _host(c.fast), unpack))
+        reference_name = steps.add(wanted, step, [let.name for let in c.strict.host])
         codec_name = codecs.add(wanted, code)
-        tiles[kernel_name] = triton.tile_elements(c.fast)
-        limits[kernel_name] = triton.registers(c.fast)
+        if len(c.fast.stages) > 1:
+            rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, wanted, codec_name))
+            continue
+        (only,) = c.fast.stages
+        kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.host])
+        tiles[kernel_name] = triton.tile_elements(only.schedule)
+        limits[kernel_name] = triton.registers(only.schedule)
         if kernel_name not in cpp_kernels:
-            cpp_kernels[kernel_name] = cpp.kernel(c.fast, kernel_name, source)
+            cpp_kernels[kernel_name] = cpp.kernel(only.schedule, kernel_name, source)
         rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))
     scalar_names = host.needs(scalars.functions)
     head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "reference", "triton", "cpp")}
-    schedules = [s for c in compiled for s in (c.strict, c.decode, c.encode)]
+    schedules = [s for c in compiled for s in (*(x.schedule for x in c.strict.stages), c.decode, c.encode)]
+    single = [c.fast.stages[0].schedule for c in compiled if len(c.fast.stages) == 1]
     return {
         "__init__.py": wrapper.render(
             "plan.py.j2",
@@ -183,7 +187,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         "triton_kernels.py": wrapper.render(
             "triton.py.j2",
             header=head["triton"],
-            helpers=triton.helpers([c.fast for c in compiled]),
+            helpers=triton.helpers(single),
             kernels=kernels.functions,
             tiles=tiles,
             registers=limits,
@@ -203,8 +207,9 @@ def _variant_row(
         if b.role in ("param", "grad"):
             continue
         zero = _zero(c.case, b.name)
+        where = f', space="{b.space.name}"' if b.space.name in spaces.SMALL else ""
         fields.append(
-            f'Field("{b.name}", "{b.dtype.torch}", per={b.space.size or 1}, zero={zero!r}, state="{b.owner}")'
+            f'Field("{b.name}", "{b.dtype.torch}", per={b.space.size or 1}, zero={zero!r}, state="{b.owner}"{where})'
         )
     starts: Mapping[str, Any] = {s.name: s.init for s in spec.present(c.case.flags) if s.init != 0.0}
     return dict(
@@ -216,14 +221,42 @@ def _variant_row(
         small=c.case.small,
         flags=dict(c.case.flags),
         fields=fields,
-        scalars=tuple(let.name for let in program.host),
+        scalars=tuple(let.name for let in c.strict.host),
         host=strict_host,
-        kernel_scalars=tuple(let.name for let in c.fast.program.host),
+        kernel_scalars=tuple(let.name for let in c.fast.host),
         kernel_host=fast_host,
         block=program.block,
         stochastic=any(n.op == "key" for n in _nodes(program)),
         host_states=program.host_states,
         init=dict(starts),
+        temps=[_temp_row(c.fast, b) for b in c.fast.temps],
+        stages=_stage_rows(c.fast, name) if len(c.fast.stages) > 1 else [],
+    )
+
+
+def _host(step: Step) -> Program:
+    """What the host function is printed from."""
+    return replace(step.program, host=step.host, host_locals=step.host_locals)
+
+
+def _temp_row(step: Step, b: Buffer) -> str:
+    if b.role != "partial":
+        return f'Temp("{b.name}", "{b.space.name}")'
+    (source,) = {s.space.name for s in step.stages if b.name in {x.name for x in s.schedule.partials}}
+    return f'Temp("{b.name}", "{b.space.name}", "{b.reduction}", "{source}")'
+
+
+def _stage_rows(step: Step, kernel: str) -> list[str]:
+    return [_stage_row(s, f"{kernel}_{k + 1}") for k, s in enumerate(step.stages)]
+
+
+def _stage_row(stage: Stage, kernel: str) -> str:
+    program = stage.schedule.program
+    temps = tuple(b.name for b in program.buffers if b.role in ("temp", "partial") and b.writes)
+    matrices = any(b.space.name in ("row", "col", "mat") for b in program.buffers)
+    return (
+        f'Stage("{kernel}", "{stage.space.name}", {stage.level}, {stage.scalars!r}, temps={temps!r}, '
+        f"matrices={matrices}, block={program.block})"
     )
 
 
@@ -250,7 +283,9 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         )
         for h in spec.hypers
     )
-    flags = tuple(wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes) for f in spec.flags)
+    flags = tuple(
+        wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes, spec.shape_text(f)) for f in spec.flags
+    )
     defaults = {d: p if p in plans else plans[0] for d, p in targets.DEFAULT_PLAN.items()}
     return wrapper.ClassRow(
         name=spec.class_name,

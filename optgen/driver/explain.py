@@ -15,7 +15,7 @@ from optgen.driver.targets import Case
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import postorder
-from optgen.ir.program import Program, Schedule
+from optgen.ir.program import Program, Schedule, Step
 from optgen.ir.show import show, text
 from optgen.lang.spec import Spec
 from optgen.lower import lower
@@ -155,7 +155,7 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
     from optgen.lang.symbolic import plain_formulas
 
     case = case_of(spec, plan, param, flags or {})
-    schedule = passes.run(lower(spec, case.flags, case.storage), "fast")
+    step = passes.step(lower(spec, case.flags, case.storage), "fast")
     decays = lint.recurrences(spec, case.flags)
     rows = tuple(memory(spec, case.storage, decays))
     verdict = judge.look(spec, plan)
@@ -169,40 +169,41 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
         memory=rows,
         total=sum(r.bytes for r in rows),
         plain=4.0 * (1 + sum(s.space.name == "elem" for s in spec.present(case.flags))),
-        sweeps=tuple(_sweeps(schedule)),
-        host=tuple((let.name, text(let.node)) for let in schedule.program.host),
-        rules=schedule.program.rules,
+        sweeps=tuple(_sweeps(step)),
+        host=tuple((let.name, text(let.node)) for let in step.host),
+        rules=step.program.rules,
         findings=verdict.findings,
         forced=verdict.forced,
     )
 
 
-def _sweeps(schedule: Schedule) -> Iterator[Pass]:
-    size = {b.name: b.bytes_per_param for b in schedule.program.buffers}
-    count = len(schedule.sweeps)
-    for k, sweep in enumerate(schedule.sweeps):
-        reduces = tuple(p.reduction for p in sweep.partials)
-        last = k == count - 1
+def _sweeps(step: Step) -> Iterator[Pass]:
+    size = {b.name: b.bytes_per_param for b in step.program.buffers}
+    for stage in step.sweeps:
+        sweep = stage.schedule.sweep
         yield Pass(
-            {name: size[name] for name in sweep.reads},
-            {s.buffer: size[s.buffer] for s in sweep.stores},
-            reduces,
-            why_last(schedule) if last else f"what follows needs {', '.join(reduces)} of all elements first",
+            {name: size[name] for name in sweep.reads if name in size},
+            {s.buffer: size[s.buffer] for s in sweep.stores if s.buffer in size},
+            tuple(f"{b.reduction} {b.name}" for b in stage.schedule.partials),
+            why_last(step) if stage is step.sweeps[-1] else stage.why,
         )
 
 
-def why_last(schedule: Schedule) -> str:
+def why_last(step: Step) -> str:
     """Why the number of sweeps is what it is."""
-    program = schedule.program
-    if len(schedule.sweeps) == 1:
+    program = step.program
+    count = len(step.sweeps)
+    if len(step.stages) == 1:
         of = f" (and of its block of {program.block})" if program.block > 1 else ""
         return f"one sweep: every value depends on values of its own element{of} only"
     users = []
     for let in program.body:
         inside = [n for n in postorder([let.node]) if n.op in REDUCTIONS]
-        if inside and let.loc is not None:
+        if inside and let.loc is not None and any(n is let.node or n in let.node.args for n in inside):
             users.append(f"{let.name} ({let.loc.short}) needs {', '.join(dict.fromkeys(n.op for n in inside))}")
-    return f"{len(schedule.sweeps)} sweeps: " + "; ".join(users[:4])
+    early = f"; {' and '.join(step.early)} stored early and read back: fewer bytes than computing it again"
+    sweeps = "1 sweep and work on what it reduces" if count == 1 else f"{count} sweeps"
+    return f"{sweeps}: " + "; ".join(users[:4]) + (early if step.early else "")
 
 
 # -- show
@@ -230,5 +231,5 @@ def stages(spec: Spec, case: Case, maths: Maths) -> list[Stage]:
         diff = "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
         out.append(Stage(name, new, old != new, diff))
 
-    passes.run(program, maths, log)
+    passes.step(program, maths, log)
     return out

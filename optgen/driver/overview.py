@@ -13,10 +13,8 @@ from optgen.driver import judge, load
 from optgen.driver.load import Entry
 from optgen.driver.project import is_pattern
 from optgen.formats.plan import Plan
-from optgen.ir.node import postorder
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
-from optgen.ops.prims import REDUCTIONS
 
 Track = Callable[[Iterable[Entry], int], Iterator[Entry]]
 
@@ -58,10 +56,7 @@ def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[lis
         except UserError as error:
             errors.append(error)
             continue
-        not_yet = (
-            {"verdict": "not yet", "findings": [UserError("E410", spec=spec.name).message]} if _reduces(spec) else None
-        )
-        verdicts = {p.name: not_yet or _verdict(spec, p) for p in chosen}
+        verdicts = {p.name: _verdict(spec, p) for p in chosen}
         rows.append({"name": spec.name, "file": spec.loc.file, "plans": verdicts})
     return rows, errors
 
@@ -75,12 +70,6 @@ def _chosen(names: Sequence[str]) -> list[Plan]:
         for plan in matches or [load.find_plan(name)]:
             out[plan.name] = plan
     return list(out.values())
-
-
-def _reduces(spec: Spec) -> bool:
-    """Whether a rule reduces over rows, columns or the tensor under some setting: there are no kernels for it yet."""
-    traces = [spec.trace(flags) for flags in spec.settings()]
-    return any(n.op in REDUCTIONS for t in traces for n in postorder([t.p, *t.states.values()]))
 
 
 def _entry(name: str) -> Entry:

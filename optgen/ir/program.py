@@ -8,7 +8,7 @@ name.  All records are frozen; a pass returns a new one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from optgen.base.loc import Loc
@@ -17,8 +17,8 @@ from optgen.ops import spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
 
-Stage = Literal["decode", "update", "encode"]
-Role = Literal["param", "grad", "state", "weight"]
+Section = Literal["decode", "update", "encode"]
+Role = Literal["param", "grad", "state", "weight", "temp", "partial"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,11 @@ class Buffer:
 
     name   the key in opt.state[p] ("exp_avg", "exp_avg_scale", "weight_low"), or "p" / "g"
     owner  the logical value that it stores part of: a state's name, "p" or "g"
-    space  elem (shape of the parameter) or block:B (shape (rows, ceil(columns / B)))
+    space  elem (shape of the parameter), block:B (shape (rows, ceil(columns / B))), or a small one: row (shape
+           (..., rows, 1)), col (..., 1, columns), mat (..., 1, 1), tensor and model ()
+    role   temp: an fp32 value that one stage leaves for the next ones of the same step; partial: the same, and what
+           is stored there is reduced on the way
+    reduction   of a partial: how, for instance row_sum
     """
 
     name: str
@@ -37,10 +41,11 @@ class Buffer:
     owner: str
     reads: bool = True
     writes: bool = True
+    reduction: str = ""
 
     @property
     def bytes_per_param(self) -> float:
-        if self.space.rank < spaces.RANK["block"]:
+        if self.space.name in spaces.SMALL or self.role == "partial":
             return 0.0  # rows and columns are few beside elements
         return self.dtype.bytes / (self.space.size or 1)
 
@@ -51,7 +56,7 @@ class Let:
 
     name: str
     node: Node
-    stage: Stage = "update"
+    stage: Section = "update"
     loc: Loc | None = None
     line: str = ""  # the author's source line, stripped
     doc: str = ""  # a comment for lets that no author's line made
@@ -63,6 +68,20 @@ class Store:
 
     buffer: str
     node: Node
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A logical value that is kept between steps: what reading it gives, and what the step makes of it.
+
+    owner   a state's name, or "p"
+    old     its value before the step, in terms of loads
+    new     its value after the step, before it is encoded
+    """
+
+    owner: str
+    old: Node
+    new: Node
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,8 @@ class Program:
     host_locals: tuple[Let, ...] = ()  # the author's named host values, of which scalars are made
     host_states: tuple[tuple[str, float], ...] = ()  # (name, initial value) of per-parameter host scalars
     host_stores: tuple[Let, ...] = ()  # new values of the host states, host space
+    kept: tuple[Kept, ...] = ()  # of a whole step, before it is cut
+    space: Space = spaces.elem  # whose entries the program runs over; a small one: work between two sweeps
 
     def buffer(self, name: str) -> Buffer:
         for b in self.buffers:
@@ -101,35 +122,94 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Partial:
-    """A reduction that a sweep leaves for the next one: per work item, summed again in fixed order."""
-
-    name: str
-    reduction: str
-    node: Node
-
-
-@dataclass(frozen=True)
 class Sweep:
-    """One pass over the elements."""
+    """One pass over the entries of a space."""
 
     reads: tuple[str, ...]
     lets: tuple[Let, ...]
-    partials: tuple[Partial, ...]
     stores: tuple[Store, ...]
-    why: str = ""
 
 
 @dataclass(frozen=True)
 class Schedule:
+    """What one kernel does: a program and the order of its lines."""
+
     program: Program
-    sweeps: tuple[Sweep, ...]
-    epilogues: tuple[tuple[Let, ...], ...] = field(default=())  # small row/col/tensor work after each sweep
+    sweep: Sweep
+
+    @property
+    def traffic(self) -> tuple[float, float]:
+        """Bytes per parameter and step: (read, written)."""
+        size = {b.name: b.bytes_per_param for b in self.program.buffers}
+        return sum(size[name] for name in self.sweep.reads), sum(size[st.buffer] for st in self.sweep.stores)
+
+    @property
+    def partials(self) -> tuple[Buffer, ...]:
+        """What the sweep leaves the sums (maxima) of."""
+        found = (self.program.buffer(s.buffer) for s in self.sweep.stores)
+        return tuple(b for b in found if b.role == "partial")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A kernel of a step that takes several, and why it cannot be part of the one before.
+
+    level    stages of one level may not begin before all of the level before has ended; sweeps have even levels,
+             what is done between them with few values odd ones
+    scalars  which of the step's host scalars it takes, by position
+    """
+
+    schedule: Schedule
+    level: int
+    why: str
+    scalars: tuple[int, ...]
+
+    @property
+    def space(self) -> Space:
+        return self.schedule.program.space
+
+    @property
+    def is_sweep(self) -> bool:
+        return self.space == spaces.elem
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: the whole program, and the kernels that do it in their order.
+
+    host    the scalars of all stages
+    early   states whose new value is stored before the last sweep that needs it, and read back from there
+    """
+
+    program: Program
+    stages: tuple[Stage, ...]
+    host: tuple[Let, ...]
+    host_locals: tuple[Let, ...] = ()
+    early: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Step:
+        """A step that is one kernel."""
+        program = schedule.program
+        only = Stage(schedule, 0, "the update", tuple(range(len(program.host))))
+        return cls(program, (only,), program.host, program.host_locals)
+
+    @property
+    def sweeps(self) -> tuple[Stage, ...]:
+        return tuple(s for s in self.stages if s.is_sweep)
 
     @property
     def traffic(self) -> tuple[float, float]:
         """Bytes per parameter and step: (read, written), over all sweeps."""
-        size = {b.name: b.bytes_per_param for b in self.program.buffers}
-        read = sum(size[name] for s in self.sweeps for name in s.reads)
-        written = sum(size[st.buffer] for s in self.sweeps for st in s.stores)
-        return read, written
+        each = [s.schedule.traffic for s in self.sweeps]
+        return sum(r for r, _ in each), sum(w for _, w in each)
+
+    @property
+    def temps(self) -> tuple[Buffer, ...]:
+        """The values that stages leave for later ones."""
+        found: dict[str, Buffer] = {}
+        for s in self.stages:
+            for b in s.schedule.program.buffers:
+                if b.role in ("temp", "partial") and (b.role == "partial" or b.name not in found):
+                    found[b.name] = b
+        return tuple(found.values())

@@ -56,9 +56,8 @@ def show(program: Program | Schedule) -> str:
             names[let.node.uid] = let.name
     lines += [f"store {s.buffer} = {text(s.node, names)}" for s in p.stores]
     if isinstance(program, Schedule):
-        for k, sweep in enumerate(program.sweeps):
-            parts = ", ".join(f"{part.reduction} {part.name}" for part in sweep.partials)
-            lines.append(f"sweep {k + 1} reads {' '.join(sweep.reads)}" + (f" reduces {parts}" if parts else ""))
+        parts = ", ".join(f"{part.reduction} {part.name}" for part in program.partials)
+        lines.append(f"sweep 1 reads {' '.join(program.sweep.reads)}" + (f" reduces {parts}" if parts else ""))
     return "\n".join(lines) + "\n"
 
 

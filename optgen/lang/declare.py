@@ -225,10 +225,17 @@ def flag(
 
 
 def shape_flag(holds: Callable[[Shape], bool]) -> Any:
-    """A static switch decided per parameter from its shape, for instance lambda shape: len(shape) >= 2."""
+    """A static switch decided per parameter from its shape, for instance lambda shape: len(shape) >= 2.
+
+    Where no shape is known, it is what the function says of a matrix.
+    """
     if not callable(holds):
         raise _refuse(f"shape_flag() takes a function of the shape, got {holds!r}", "")
-    return FlagDecl("", False, None, None, holds)
+    try:
+        usual = bool(holds((1024, 1024)))
+    except Exception as error:
+        raise _refuse(f"shape_flag()'s function fails on the shape (1024, 1024): {error}", "") from error
+    return FlagDecl("", usual, None, None, holds)
 
 
 def conditions(when: str | None) -> tuple[tuple[str, bool], ...]:

@@ -7,6 +7,7 @@ and the names in `return` are looked up here.
 from __future__ import annotations
 
 import ast
+import builtins
 import linecache
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -135,6 +136,17 @@ class Source:
                 end_line, end_col = _span(default)[2:]
             out[arg.arg] = Loc(self.file, line, col, end_line, end_col, self.name)
         return out
+
+    def lambda_of(self, name: str) -> str | None:
+        """The lambda in a keyword parameter's default, as text that needs nothing but builtins."""
+        a = self.node.args
+        default = next((d for arg, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if arg.arg == name), None)
+        if not isinstance(default, ast.Call) or not default.args or not isinstance(default.args[0], ast.Lambda):
+            return None
+        found = default.args[0]
+        own = {x.arg for x in found.args.args}
+        free = {n.id for n in ast.walk(found) if isinstance(n, ast.Name)} - own
+        return ast.unparse(found) if free <= set(dir(builtins)) else None
 
     @cached_property
     def statements(self) -> tuple[Statement, ...]:

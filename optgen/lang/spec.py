@@ -104,6 +104,18 @@ class Spec:
     def hyper(self, name: str) -> HyperDecl:
         return next(h for h in self.hypers if h.name == name)
 
+    def shape_text(self, flag: FlagDecl) -> str:
+        """The source of a shape flag's function, for generated code; "" for other flags.
+
+        Raises UserError E125 where it is not a lambda that stands in the signature and reads its argument only.
+        """
+        if flag.shape is None:
+            return ""
+        text = self.source.lambda_of(flag.name)
+        if text is None:
+            raise UserError("E125", loc=flag.loc, name=flag.name)
+        return text
+
     # -- readings
 
     def trace(self, flags: Mapping[str, bool] | None = None) -> Trace:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from optgen.ir.node import Node
-from optgen.ir.program import Let, Stage
+from optgen.ir.program import Let, Section
 
 
 @lru_cache(maxsize=256)
@@ -34,7 +34,7 @@ def _targets(file: str) -> dict[int, tuple[int, str]]:
 class Recorder:
     """Collects lets for one value being encoded or decoded; pass `self` as the record of its Values."""
 
-    def __init__(self, prefix: str, stage: Stage) -> None:
+    def __init__(self, prefix: str, stage: Section) -> None:
         self.prefix, self.stage = prefix, stage
         self.found: dict[tuple[int, int], tuple[str, Node]] = {}
         self.order: dict[int, int] = {}  # node uid -> when it was made here; uids tell of earlier programs too

@@ -9,7 +9,7 @@ from dataclasses import replace
 from optgen.formats.plan import Storage, field_name
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
-from optgen.ir.program import Buffer, Let, Program, Store
+from optgen.ir.program import Buffer, Kept, Let, Program, Store
 from optgen.ir.ranges import is_plus
 from optgen.lang.spec import Spec
 from optgen.lang.values import Value
@@ -57,6 +57,12 @@ def encoding_order(spec: Spec, storage: Storage) -> list[str]:
 
 def normalizer(spec: Spec, state: str) -> str | None:
     return next(d.normalized_by for d in spec.states if d.name == state)
+
+
+def of_elements(spec: Spec, storage: Storage) -> Storage:
+    """The storage of the weight and the element-wise states: the rest is kept as it is and needs no codec."""
+    own = {s.name for s in spec.states if s.space == spaces.elem}
+    return replace(storage, states={name: fmt for name, fmt in storage.states.items() if name in own})
 
 
 def _decode_all(spec: Spec, storage: Storage) -> tuple[Value, dict[str, Value], list[Let]]:
@@ -162,6 +168,9 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
     body += words
     used = set(ir.loads([let.node for let in body] + [s.node for s in stores]))
     buffers = tuple(replace(b, reads=b.name in used) for b in buffers)
+    kept = [Kept("p", weight.node, rewrite(trace.p))]
+    elements = [name for name, v in states.items() if v.node.space == spaces.elem]
+    kept += [Kept(name, states[name].node, rewrite(trace.states[name])) for name in elements]
     names = hyper_names(spec)
     present_host = spec.present_host(flags)
     return Program(
@@ -176,6 +185,7 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
         doc=spec.doc,
         host_states=tuple((h.name, h.init) for h in present_host),
         host_stores=tuple(Let(name, node) for name, node in trace.host_states.items()),
+        kept=tuple(kept),
     )
 
 
@@ -184,7 +194,8 @@ def _to_f32(node: Node) -> Node:
 
 
 def lower_decode(spec: Spec, storage: Storage) -> Program:
-    """What is kept -> f32 weight and states: the stores go to f32 pseudo-buffers, OUT + name."""
+    """What is kept -> f32 weight and element-wise states: the stores go to f32 pseudo-buffers, OUT + name."""
+    storage = of_elements(spec, storage)
     buffers = tuple(b for b in _buffers(spec, storage, storage.param) if b.role != "grad")
     weight, states, lets = _decode_all(spec, storage)
     values = {"p": weight} | states
@@ -194,7 +205,8 @@ def lower_decode(spec: Spec, storage: Storage) -> Program:
 
 
 def lower_encode(spec: Spec, storage: Storage) -> Program:
-    """f32 weight and states -> what is kept, rounded to nearest; inputs are f32 pseudo-buffers, IN + name."""
+    """f32 weight and element-wise states -> what is kept, to nearest; inputs are f32 pseudo-buffers, IN + name."""
+    storage = of_elements(spec, storage)
     buffers = tuple(b for b in _buffers(spec, storage, storage.param) if b.role != "grad")
     names = ["p", *storage.states]
     inputs = tuple(Buffer(IN + name, dtypes.f32, spaces.elem, "state", name, writes=False) for name in names)

@@ -1,6 +1,7 @@
-"""Where a value lives: host < tensor < mat < row, col < block < elem.
+"""Where a value lives: host < model < tensor < mat < row, col < block < elem.
 
-`host` is computed once per step on the host in fp64; `tensor` has one value per parameter tensor, `mat`
+`host` is computed once per step on the host in fp64; `model` has one value for all parameters together, on the
+device; `tensor` has one value per parameter tensor, `mat`
 one per leading index of an ndim > 2 tensor, `row` and `col` one per row and column of the last two
 dimensions, `block` one per storage block (`size` neighbours along the last dimension) and `elem` one per
 element.  Arithmetic joins spaces upward (`row * col -> elem`); reductions go down.
@@ -26,9 +27,11 @@ class Space:
         return f"{self.name}:{self.size}" if self.size else self.name
 
 
-RANK = {"host": 0, "tensor": 1, "mat": 2, "row": 3, "col": 3, "block": 4, "elem": 5}
+RANK = {"host": 0, "model": 1, "tensor": 2, "mat": 3, "row": 4, "col": 4, "block": 5, "elem": 6}
+SMALL = frozenset({"model", "tensor", "mat", "row", "col"})  # few values beside elements: kept in fp32 between sweeps
 
 host = Space("host")
+model = Space("model")
 tensor = Space("tensor")
 mat = Space("mat")
 row = Space("row")
@@ -49,7 +52,8 @@ def join(a: Space, b: Space) -> Space:
     if a == b:
         return a
     low, high = (a, b) if a.rank <= b.rank else (b, a)
-    if low.rank < high.rank and not (low.rank == 3 and high.name == "block"):
+    # Blocks run along dimension 0 against the rest, matrices are the last two dimensions: neither lies in the other.
+    if low.rank < high.rank and not (high.name == "block" and low.name in ("mat", "row", "col")):
         return high
     return elem
 

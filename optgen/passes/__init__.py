@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
-from optgen.ir.program import Program, Schedule
+from optgen.ir.program import Program, Schedule, Stage, Step
 from optgen.ir.verify import verify
+from optgen.passes import scalars
 from optgen.passes.convert import convert
+from optgen.passes.cut import cut
 from optgen.passes.decompose import decompose
 from optgen.passes.fold import fold
 from optgen.passes.fuse import fuse
@@ -33,19 +36,18 @@ SCHEDULE_PASSES: tuple[Callable[[Schedule], Schedule], ...] = (
 Log = Callable[[str, Program | Schedule, Program | Schedule], None]
 
 
-def run(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | None = None) -> Schedule:
-    """Program -> Schedule; `log(stage, before, after)` sees every stage."""
-    from dataclasses import replace
-
-    program = replace(program, maths=maths)
-    verify(program, after="lower")
+def _programs(program: Program, log: Log | None) -> Program:
     for stage in PROGRAM_PASSES:
         new = stage(program)
         verify(new, after=stage.__name__)
         if log:
             log(stage.__name__, program, new)
         program = new
-    schedule = sweeps(program)  # a cut after every element-wise reduction
+    return program
+
+
+def _schedules(program: Program, log: Log | None) -> Schedule:
+    schedule = sweeps(program)
     verify(schedule, after="sweeps")
     if log:
         log("sweeps", program, schedule)
@@ -58,7 +60,35 @@ def run(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | 
     return schedule
 
 
+def run(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | None = None) -> Schedule:
+    """A program that is one kernel -> its schedule; `log(stage, before, after)` sees every stage."""
+    program = replace(program, maths=maths, kept=())
+    verify(program, after="lower")
+    return _schedules(_programs(program, log), log)
+
+
+def step(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | None = None) -> Step:
+    """A whole optimizer step -> its kernels."""
+    whole = replace(program, maths=maths)
+    verify(whole, after="lower")
+    found = cut(whole)
+    done = []
+    for piece in found.pieces:
+        verify(piece.program, after="cut")
+        if log and len(found.pieces) > 1:
+            log("cut", whole, piece.program)
+        done.append(_programs(piece.program, log))
+    programs, host = scalars.merged(done)
+    stages = []
+    for piece, own in zip(found.pieces, programs, strict=True):
+        taken = tuple(next(i for i, let in enumerate(host) if let.name == x.name) for x in own.host)
+        stages.append(Stage(_schedules(own, log), piece.level, piece.why, taken))
+    whole = replace(whole, rules=tuple(sorted({r for x in programs for r in x.rules})))
+    locals_ = programs[0].host_locals if len(programs) == 1 else scalars.locals_of(programs)
+    return Step(whole, tuple(stages), host, locals_, found.early)
+
+
 __all__ = [
-    "PROGRAM_PASSES", "SCHEDULE_PASSES", "convert", "decompose", "fold", "fuse", "hoist", "name", "place", "run",
-    "share", "sweeps",
+    "PROGRAM_PASSES", "SCHEDULE_PASSES", "convert", "cut", "decompose", "fold", "fuse", "hoist", "name", "place", "run",
+    "share", "step", "sweeps",
 ]  # fmt: skip

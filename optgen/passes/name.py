@@ -68,6 +68,5 @@ def _name_sweep(sweep: Sweep, hosts: set[str]) -> Sweep:
 def name(schedule: Schedule) -> Schedule:
     """See the module's docstring."""
     hosts = {let.name for let in schedule.program.host}
-    new = tuple(_name_sweep(s, hosts) for s in schedule.sweeps)
-    program = replace(schedule.program, body=new[-1].lets)
-    return replace(schedule, sweeps=new, program=program)
+    new = _name_sweep(schedule.sweep, hosts)
+    return Schedule(replace(schedule.program, body=new.lets), new)

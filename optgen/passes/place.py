@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from optgen.ir.node import postorder
-from optgen.ir.program import Let, Schedule, Stage, Store
+from optgen.ir.program import Let, Schedule, Section, Store
 
-_STAGES: tuple[Stage, ...] = ("decode", "update", "encode")
+_STAGES: tuple[Section, ...] = ("decode", "update", "encode")
 
 
 def _ordered(lets: tuple[Let, ...], stores: tuple[Store, ...]) -> tuple[Let, ...]:
@@ -31,9 +31,9 @@ def _ordered(lets: tuple[Let, ...], stores: tuple[Store, ...]) -> tuple[Let, ...
 def place(schedule: Schedule) -> Schedule:
     """See the module's docstring."""
     order = {b.name: i for i, b in enumerate(schedule.program.buffers)}
-    last = schedule.sweeps[-1]
+    last = schedule.sweep
     stores = tuple(sorted(last.stores, key=lambda s: order[s.buffer]))
     lets = _ordered(last.lets, stores)
     if (stores, lets) == (last.stores, last.lets):
         return schedule
-    return replace(schedule, sweeps=(*schedule.sweeps[:-1], replace(last, stores=stores, lets=lets)))
+    return replace(schedule, sweep=replace(last, stores=stores, lets=lets))

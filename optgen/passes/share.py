@@ -15,12 +15,12 @@ from collections import Counter
 from dataclasses import replace
 
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Let, Program, Stage
+from optgen.ir.program import Let, Program, Section
 from optgen.ops import dtypes, spaces
 
 # Too cheap to deserve a line of their own: a conversion or a shift of a loaded value.
 _INLINE = {"neg", "not"}
-_STAGES: tuple[Stage, ...] = ("decode", "update", "encode")
+_STAGES: tuple[Section, ...] = ("decode", "update", "encode")
 
 
 def share(program: Program) -> Program:
@@ -42,7 +42,7 @@ def share(program: Program) -> Program:
     out: list[Let] = []
     done: set[int] = set()
 
-    def emit(root: Node, stage: Stage) -> None:
+    def emit(root: Node, stage: Section) -> None:
         for node in postorder([root]):
             if node.uid in done or node.space == spaces.host or not (node.args or node.op == "load"):
                 continue

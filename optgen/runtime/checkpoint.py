@@ -153,7 +153,7 @@ def select(cls: Any, group: Mapping[str, Any], p: Tensor) -> tuple[str, ModuleTy
     name = plans.plan_name(cls, group.get("plan"), p.dtype)
     plan = plans.load(cls, name)
     small = p.numel() < plans.small_numel(plan)
-    return name, plan, plans.variant(plan, p.dtype, small, options.flags_of(cls, group))
+    return name, plan, plans.variant(plan, p.dtype, small, options.flags_of(cls, group, tuple(p.shape)))
 
 
 def _arena(cls: Any, group: Mapping[str, Any], params: Sequence[Tensor]) -> Arena:
@@ -205,8 +205,11 @@ def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
     """Whether an entry holds torch's dense tensors of the states, not the variant's own fields."""
     if not variant.fields:
         return False
+    few = {f.owner: layout.field_shape(f, p.shape) for f in variant.fields if f.space != "elem"}
     dense = all(
-        isinstance(value := found.get(name), Tensor) and value.is_floating_point() and value.shape == p.shape
+        isinstance(value := found.get(name), Tensor)
+        and value.is_floating_point()
+        and tuple(value.shape) == few.get(name, tuple(p.shape))
         for name in variant.states
     )
     own = [f for f in variant.fields if f.name not in variant.states]

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from optgen.runtime import sums
+
 
 def rows_and_columns(shape: torch.Size) -> tuple[int, int]:
     """(rows, columns) of the 2-D view that blocks are laid along."""
@@ -69,6 +71,42 @@ class Blocks:
         """One value per block as (rows, blocks)."""
         return x.expand(self.rows, self.blocks, 1).reshape(self.rows, self.blocks)
 
+    def spread(self, x: Tensor) -> Tensor:
+        """One value per row, column, matrix or tensor (shape (..., rows, 1) and so on) beside the elements."""
+        return x if self.size == 1 or x.ndim == 0 else self.elements(x.expand(self.shape))
+
+    def extent(self, name: str) -> Tensor:
+        """`rows` or `columns` of the matrix of the last two dimensions, or all `elements`, as fp32."""
+        found = {"rows": self.shape[-2:-1], "columns": self.shape[-1:], "elements": self.shape}[name]
+        return torch.tensor(math.prod(found), dtype=torch.float32, device=self.device)
+
+    def row_sum(self, x: Tensor) -> Tensor:
+        """Sums of the rows of elements: (..., rows, 1)."""
+        return sums.rows(self.flat(x), sums.panel_columns(self.size))
+
+    def col_sum(self, x: Tensor) -> Tensor:
+        """Sums of the columns of elements: (..., 1, columns)."""
+        return sums.columns(self.flat(x))
+
+    def tensor_sum(self, x: Tensor) -> Tensor:
+        """The sum of all elements, in the order in which `index` counts them: ()."""
+        if self.size > 1:
+            x = x.expand(self.rows, self.blocks, self.size)
+            x = x if self.live is None else torch.where(self.live, x, 0.0)
+        return sums.tensor(x.expand(self.shape if self.size == 1 else x.shape).reshape(-1))
+
+    def row_max(self, x: Tensor) -> Tensor:
+        """Largest of each row of elements: (..., rows, 1); NaN where any is."""
+        return (self.flat(x) + 0.0).amax(-1, keepdim=True)
+
+    def col_max(self, x: Tensor) -> Tensor:
+        """Largest of each column of elements: (..., 1, columns); NaN where any is."""
+        return (self.flat(x) + 0.0).amax(-2, keepdim=True)
+
+    def tensor_max(self, x: Tensor) -> Tensor:
+        """Largest of all elements: (); NaN where any is."""
+        return (self.flat(x) + 0.0).amax()
+
     def store(self, to: Tensor, x: Tensor) -> None:
         """Writes values read by `elements` to `to`, of the parameter's shape."""
         to.copy_(self.flat(x))
@@ -76,6 +114,23 @@ class Blocks:
     def store_per_block(self, to: Tensor, x: Tensor) -> None:
         """Writes one value per block to `to`, of shape (rows, blocks)."""
         to.copy_(self.flat_per_block(x))
+
+
+def few_sum(x: Tensor, space: str) -> Tensor:
+    """The sum of few values, one per row, column or matrix, over a matrix (..., 1, 1) or a tensor ()."""
+    if space == "tensor":
+        return sums.in_lanes(x.reshape(-1))
+    return sums.in_lanes(x.flatten(-2))[..., None, None]
+
+
+def few_max(x: Tensor, space: str) -> Tensor:
+    """The largest of few values, likewise; NaN where any is."""
+    return (x + 0.0).amax() if space == "tensor" else (x + 0.0).amax((-2, -1), keepdim=True)
+
+
+def put(to: Tensor, x: Tensor) -> None:
+    """Writes small values to a state of their shape."""
+    to.copy_(x)
 
 
 def block_max(x: Tensor, live: Tensor | None) -> Tensor:

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from optgen.runtime import cpu, layout, native, options, plans, replay
 from optgen.runtime.bucket import Backend, Bucket
+from optgen.runtime.records import Variant
+from optgen.runtime.workspace import Workspace, matrices
 
 TILES = 4
 """Full tiles per work item, where a plan does not say otherwise: amortizes the table look-ups."""
@@ -108,6 +110,15 @@ def rows(columns: Sequence[Sequence[int]], shapes: Sequence[torch.Size], streams
         [*addresses, math.prod(shape), layout.grid(shape)[1], stream]
         for *addresses, shape, stream in zip(*columns, shapes, streams, strict=True)
     ]
+
+
+def stage_rows(
+    columns: Sequence[Sequence[int]], room: Workspace, shapes: Sequence[torch.Size], streams: Sequence[int]
+) -> list[list[int]]:
+    """The table of a step of several stages: addresses (p, g, the fields, the temps, the partials), then the number
+    of matrices, their rows and columns, then numel, columns, stream key."""
+    sizes = [list(column) for column in zip(*(matrices(shape) for shape in shapes), strict=True)]
+    return rows([*columns, *room.columns, *sizes], shapes, streams)
 
 
 def sizes(line: Sequence[int]) -> tuple[int, int]:
@@ -306,6 +317,13 @@ def _choose_cpp(asked: bool, device: torch.device, plan: ModuleType) -> Backend:
         _warn_slow(native.no_compiler())
         return "reference"
     return "cpp"
+
+
+def able(backend: Backend, plan: ModuleType, variant: Variant) -> Backend:
+    """The backend, or eager torch where it has no kernels for a step of several stages."""
+    if not variant.stages or backend == "reference":
+        return backend
+    return "reference"
 
 
 def compile_all(buckets: Sequence[Bucket], asked: Sequence[str]) -> None:

@@ -33,10 +33,22 @@ def grid(shape: torch.Size) -> tuple[int, int]:
 
 def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
     """Shape of a field's tensor for a parameter of that shape."""
+    if field.space != "elem":
+        return small_shape(field.space, shape)
     if field.per == 1:
         return tuple(shape)
     rows, columns = grid(shape)
     return rows, -(-columns // field.per)
+
+
+def small_shape(space: str, shape: torch.Size) -> tuple[int, ...]:
+    """Shape of one value per row, column or matrix of the last two dimensions, or per tensor: it broadcasts."""
+    if space in ("tensor", "model"):
+        return ()
+    if len(shape) < 2:
+        raise ValueError(f"a tensor of shape {list(shape)} has no rows and columns")
+    *lead, rows, columns = shape
+    return {"row": (*lead, rows, 1), "col": (*lead, 1, columns), "mat": (*lead, 1, 1)}[space]
 
 
 class Piece(NamedTuple):
@@ -97,6 +109,15 @@ def encode(
     )
     fields = [f for f in variant.fields if f.name in wanted]
     out = {f.name: room[f.name] if room else empty_field(f, shape, device) for f in fields}
+    for f in fields:
+        if f.space != "elem":  # as it is, in the field's dtype
+            value = values[f.owner]
+            out[f.name].copy_(value) if isinstance(value, Tensor) else out[f.name].fill_(value)
+    fields = [f for f in fields if f.space == "elem"]
+    few = {f.owner for f in variant.fields if f.space != "elem"}
+    values = {name: value for name, value in values.items() if name not in few}
+    if not fields:
+        return out
     weight = p.detach().contiguous()
     dense = {name: v.contiguous() if isinstance(v, Tensor) else v for name, v in values.items()}
     for piece in pieces(shape, variant.block):
@@ -122,11 +143,16 @@ def decode(
     function: Callable[..., Mapping[str, Tensor]] = getattr(
         plans.part(plan, "reference"), f"{variant.codec_name}_decode"
     )
-    out = {name: torch.empty(shape, dtype=torch.float32, device=p.device) for name in wanted}
+    few = {f.owner: state[f.name].to(torch.float32, copy=True) for f in variant.fields if f.space != "elem"}
+    elements = [name for name in wanted if name not in few]
+    out = {name: torch.empty(shape, dtype=torch.float32, device=p.device) for name in elements}
+    out |= {name: value for name, value in few.items() if name in wanted}
+    if not elements:
+        return out
     weight = p.detach().contiguous()
     for piece in pieces(shape, variant.block):
-        stored = [piece.of(state[f.name], shape, f.per).contiguous() for f in variant.fields]
+        stored = [piece.of(state[f.name], shape, f.per).contiguous() for f in variant.fields if f.space == "elem"]
         made = function(piece.of(weight, shape, 1).contiguous(), *stored)
-        for name in wanted:
+        for name in elements:
             piece.of(out[name], shape, 1).copy_(made[name])
     return out

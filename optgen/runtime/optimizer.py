@@ -34,19 +34,33 @@ class Entry(NamedTuple):
 class Choice:
     """What parameters of one dtype and device take in a group: plan, backend, and the variant by their size."""
 
-    __slots__ = ("backend", "device", "dtype", "large", "limit", "plan", "small")
+    __slots__ = ("_by_shape", "_cls", "_group", "backend", "device", "dtype", "large", "limit", "plan", "small")
 
     def __init__(self, cls: type, group: dict[str, Any], p: Tensor) -> None:
         self.dtype, self.device = p.dtype, p.device
         self.plan = plans.load(cls, plans.plan_name(cls, group.get("plan"), p.dtype))
         self.backend = launch.choose(group["backend"], p.device, self.plan)
         self.limit = plans.small_numel(self.plan)
+        self._by_shape: dict[torch.Size, Variant] | None = None
+        if any(flag.shape is not None for flag in options.flags_declared(cls)):
+            self._by_shape, self._cls, self._group = {}, cls, group
+            return
         flags = options.flags_of(cls, group)
         self.large = plans.variant(self.plan, p.dtype, False, flags)
         self.small = plans.variant(self.plan, p.dtype, True, flags)
 
     def variant(self, p: Tensor) -> Variant:
+        if self._by_shape is not None:
+            return self._by_shape.get(p.shape) or self._find(p)
         return self.small if self.limit and p.numel() < self.limit else self.large
+
+    def _find(self, p: Tensor) -> Variant:
+        """Where flags follow the shape, every shape has its variant."""
+        assert self._by_shape is not None
+        flags = options.flags_of(self._cls, self._group, tuple(p.shape))
+        found = plans.variant(self.plan, p.dtype, p.numel() < self.limit, flags)
+        self._by_shape[p.shape] = found
+        return found
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -256,7 +270,8 @@ class Optimizer(torch.optim.Optimizer):
                     or device != bucket.device
                 ):
                     key = (number, variant, grad_dtype, device, step, host)
-                    made = Bucket(number, choice.plan, variant, choice.backend, device, grad_dtype, step, host)
+                    backend = launch.able(choice.backend, choice.plan, variant)
+                    made = Bucket(number, choice.plan, variant, backend, device, grad_dtype, step, host)
                     bucket = buckets.setdefault(key, made)
                 if not ready:
                     fresh.append((bucket, len(bucket.params)))

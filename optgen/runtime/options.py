@@ -36,7 +36,7 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     for hyper in hypers:
         if hyper.name in group:
             found[hyper.name] = hyper.check(group[hyper.name], owner)
-    for name in ("maximize", *(flag.name for flag in flags if flag.nonzero is None)):
+    for name in ("maximize", *(flag.name for flag in flags if not flag.derived)):
         if name in group:
             found[name] = _switch(group[name], name, owner)
     for flag in flags:
@@ -99,10 +99,19 @@ def record_plan(cls: type, option: plans.PlanOption, params: Iterable[Tensor]) -
     )
 
 
-def flags_of(cls: Any, group: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
-    """The setting of every flag in a group, derived ones included."""
+def flags_declared(cls: Any) -> Sequence[Flag]:
+    flags: Sequence[Flag] = cls.FLAGS
+    return flags
+
+
+def flags_of(cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None = None) -> tuple[tuple[str, bool], ...]:
+    """The setting of every flag in a group, derived ones included; those that follow a shape only where it is given."""
     setting = []
     for flag in cls.FLAGS:
+        if flag.shape is not None:
+            if shape is not None:
+                setting.append((flag.name, bool(flag.shape(shape))))
+            continue
         on = bool(group[flag.name]) if flag.nonzero is None else _nonzero(group[flag.nonzero])
         setting.append((flag.name, on))
     return tuple(setting)
@@ -114,7 +123,7 @@ def _nonzero(value: Any) -> bool:
 
 def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:
     """Groups may carry keys of the user's own; one that looks like a misspelt option is worth a word."""
-    known = [*(h.name for h in cls.HYPERS), *(f.name for f in cls.FLAGS if f.nonzero is None)]
+    known = [*(h.name for h in cls.HYPERS), *(f.name for f in cls.FLAGS if not f.derived)]
     known += ["maximize", "plan", "seed", "backend"]
     for key in group:
         if key in known or key in FOREIGN or key == "param_names":

@@ -111,7 +111,8 @@ def as_int(value: object) -> int | None:
 
 @dataclass(frozen=True)
 class Flag:
-    """A switch: a constructor argument, or (`nonzero` given) true iff that hyper-parameter is not 0.
+    """A switch: a constructor argument; or (`nonzero` given) true iff that hyper-parameter is not 0; or (`shape` given)
+    what the function says of a parameter's shape.
 
     needs, excludes  hyper-parameters that must not be 0, or must be 0, where the flag is on
     """
@@ -121,10 +122,16 @@ class Flag:
     nonzero: str | None = None
     needs: str | None = None
     excludes: str | None = None
+    shape: Callable[[tuple[int, ...]], bool] | None = None
+
+    @property
+    def derived(self) -> bool:
+        """Whether no constructor argument sets it."""
+        return self.nonzero is not None or self.shape is not None
 
     def check(self, group: Mapping[str, Any], owner: str) -> None:
         """ValueError where the flag is on without a hyper-parameter that it needs, or with one that it excludes."""
-        if self.nonzero is not None or not group.get(self.name):
+        if self.derived or not group.get(self.name):
             return
         if self.needs is not None and self.needs in group and group[self.needs] == 0:
             raise ValueError(f"{owner}: {self.name}=True needs {self.needs}, which is 0")
@@ -139,6 +146,8 @@ class Field:
     per    1: shape of the parameter; B: one entry per block of B columns, shape (rows, ceil(columns / B))
     zero   the entry that decodes to 0
     state  what it stores part of: the name of a state, or "p" for the weight
+    space  "elem", or where there are few values: "row" (..., rows, 1), "col" (..., 1, columns), "mat" (..., 1, 1) of
+           the last two dimensions, "tensor" ()
     """
 
     name: str
@@ -146,6 +155,7 @@ class Field:
     per: int = 1
     zero: int | float = 0
     state: str = ""
+    space: str = "elem"
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:
@@ -154,6 +164,42 @@ class Field:
     @property
     def owner(self) -> str:
         return self.state or self.name
+
+
+@dataclass(frozen=True)
+class Temp:
+    """An fp32 value that one stage of a step leaves for later ones: shaped as a field of its space.
+
+    reduction   how it is reduced from what the stage computes ("row_sum"); "" where the stage stores it as it is
+    source      the space whose values are reduced
+    """
+
+    name: str
+    space: str
+    reduction: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One kernel of a step that takes several.
+
+    kernel    name of its function
+    space     over whose entries it runs: "elem" for a sweep, else a small space
+    level     stages of one level may not begin before all of the level before has ended
+    scalars   which of the variant's kernel scalars it takes, by position
+    temps     names of the temps that it stores or reduces to
+    matrices  whether it reads or reduces rows or columns
+    block     elements per storage block that it touches; 1 where it touches none
+    """
+
+    kernel: str
+    space: str
+    level: int
+    scalars: tuple[int, ...]
+    temps: tuple[str, ...] = ()
+    matrices: bool = False
+    block: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +221,8 @@ class Variant:
     stochastic   whether anything is rounded by random bits
     host_states  (name, first value) of the per-parameter numbers that stay on the host
     init         first value of a state that does not start at zero: a number, or "param" for the weight
+    temps        what the stages leave for one another
+    stages       the kernels of a step that takes more than one, in order; () where `kernel` is all of it
     """
 
     function: str
@@ -193,6 +241,8 @@ class Variant:
     codec: str = ""
     kernel_scalars: tuple[str, ...] | None = None
     kernel_host: HostFunction | None = None
+    temps: tuple[Temp, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
     @property
     def step_name(self) -> str:

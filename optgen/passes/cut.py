@@ -1,0 +1,514 @@
+"""cut: a step whose values need statistics of all elements becomes stages: sweeps, and small work between them.
+
+What a statistic needs is one sweep, what needs the statistic is a later one; rows, columns, matrices and tensors are
+worked on between two sweeps, and what they leave for others (a *temp*) is fp32.  A reduction of elements is split in
+three: the sweep leaves partial sums, their finish is the runtime's, and where a tensor is spread over several
+machines their sums are added up between the two.
+
+What an element's value needs again in a later sweep is computed again from what is kept, or read back: a state may be
+stored by an earlier sweep than its last use, and later sweeps then take its stored value for the new one.  Which of
+the two is decided by counting bytes: of all choices the one with the least traffic, and among equals the one that
+stores late.
+
+rewrite:
+    update u = mul(@g, rsqrt(row_mean(mul(@g, @g))))  ->  sweep 0: partial s = row_sum(mul(@g, @g))
+    store p = sub(@p, @u)                                 rows:    temp r = rsqrt(div(%s, #extent.columns))
+                                                          sweep 2: update u = mul(@g, %r) ; store p = sub(@p, @u)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from optgen.ir import node as ir
+from optgen.ir.node import Node, Rewriter, loads, postorder
+from optgen.ir.program import Buffer, Let, Program, Store
+from optgen.ops import dtypes, spaces
+from optgen.ops.prims import REDUCTIONS
+from optgen.ops.spaces import Space
+
+START = -1  # the level of small work before the first sweep
+_ORDER = {"row": 0, "col": 1, "mat": 2, "tensor": 3, "model": 4}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stage's program; see ir.program.Stage for level and why."""
+
+    program: Program
+    level: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The pieces in their order, and the states that are stored before the last sweep that needs them."""
+
+    pieces: tuple[Piece, ...]
+    early: tuple[str, ...] = ()
+
+
+def is_small(node: Node) -> bool:
+    return node.space.name in spaces.SMALL
+
+
+def reduces_elements(node: Node) -> bool:
+    """Whether the node needs a pass over all elements before it."""
+    return node.op in REDUCTIONS and not is_small(node.args[0])
+
+
+def needs_cutting(program: Program) -> bool:
+    """Whether anything lives in a space between host and elements."""
+    return any(is_small(n) for n in postorder(program.roots()))
+
+
+def by_rows(program: Program) -> Program:
+    """Sums of all elements become sums of row sums where the program works on rows or columns anyway, and sums over
+    a matrix everywhere: one read then serves all of them."""
+    nodes = list(postorder(program.roots()))
+    matrices = any(n.space.name in ("row", "col", "mat") for n in nodes)
+
+    def rule(node: Node) -> Node:
+        if (
+            node.op == "mat_sum"
+            and not is_small(node.args[0])
+            or (node.op in ("tensor_sum", "tensor_max") and matrices and not is_small(node.args[0]))
+        ):
+            rows = "row_max" if node.op == "tensor_max" else "row_sum"
+            return ir.op(node.op, ir.op(rows, node.args[0]))
+        return node
+
+    rewrite = Rewriter(rule)
+    kept = tuple(replace(k, old=rewrite(k.old), new=rewrite(k.new)) for k in program.kept)
+    return replace(program.map(rewrite), kept=kept)
+
+
+class Levels:
+    """Node -> the level at which it can first be computed; what is loaded or known on the host, at any."""
+
+    def __init__(self, roots: Iterable[Node]) -> None:
+        self.of: dict[int, int] = {}
+        for node in postorder(roots):
+            below = max((self.of[a.uid] for a in node.args), default=START)
+            if reduces_elements(node):
+                self.of[node.uid] = below + 1
+            elif node.space in (spaces.host,) or not node.args:
+                self.of[node.uid] = START if is_small(node) or node.space == spaces.host else 0
+            elif is_small(node):
+                self.of[node.uid] = below
+            else:
+                self.of[node.uid] = max(below + below % 2, 0)
+
+    def __call__(self, node: Node) -> int:
+        return self.of[node.uid]
+
+
+@dataclass
+class _Sweep:
+    """A sweep as it is being put together: its roots, and what it turned out to read."""
+
+    level: int
+    roots: list[Node]
+    loads: set[str]
+    values: list[Node]  # small values that it needs
+    nodes: list[Node]
+    feasible: bool = True
+
+
+class Cutter:
+    """Cuts one program; every method is one decision."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.level = Levels([*program.roots(), *(k.old for k in program.kept), *(k.new for k in program.kept)])
+        self.size = {b.name: b.bytes_per_param for b in program.buffers}
+        self.buffers = {b.name: b for b in program.buffers}
+        live = list(postorder(s.node for s in program.stores))
+        self.reductions = [n for n in live if reduces_elements(n)]
+        self.stores: dict[str, list[Store]] = {}
+        for s in program.stores:
+            if not self._is_small_store(s):
+                self.stores.setdefault(self.buffers[s.buffer].owner, []).append(s)
+        self.kept = {k.owner: k for k in program.kept}
+        self.names = self._names(live)
+
+    def _is_small_store(self, s: Store) -> bool:
+        return self.buffers[s.buffer].space.name in spaces.SMALL
+
+    def _names(self, live: list[Node]) -> dict[int, str]:
+        """Names of small values: the author's where a line of theirs is the value."""
+        named: dict[int, str] = {}
+        for let in self.program.body:
+            if is_small(let.node):
+                named.setdefault(let.node.uid, let.name)
+        taken = {b.name for b in self.program.buffers} | set(self.program.hypers)
+        out: dict[int, str] = {}
+        users: dict[int, Node] = {}
+        for n in live:
+            for a in n.args:
+                users.setdefault(a.uid, n)
+        for n in live:
+            if not is_small(n) or not n.args:
+                continue
+            base = named.get(n.uid) or self._described(n, named, users)
+            name, k = base, 1
+            while name in taken:
+                k += 1
+                name = f"{base}_{k}"
+            taken.add(name)
+            out[n.uid] = name
+        return out
+
+    @staticmethod
+    def _described(node: Node, named: Mapping[int, str], users: Mapping[int, Node]) -> str:
+        """row_sum_of_<the nearest name above it>, or by what it does."""
+        user: Node | None = node
+        while user is not None and user.uid not in named:
+            user = users.get(user.uid)
+            if user is not None and not is_small(user):
+                user = None
+        what = node.op if node.op in REDUCTIONS else f"{node.space.name}_{node.op}"
+        return f"{what}_for_{named[user.uid]}" if user is not None and user.uid in named else what
+
+    # -- which sweep stores what
+
+    def groups(self) -> list[list[str]]:
+        """Owners whose stores need the same sweep: those that are encoded relative to one another."""
+        groups: list[list[str]] = []
+        reads = {o: {n.uid for s in ss for n in postorder([s.node])} for o, ss in self.stores.items()}
+        for owner in self.stores:
+            near = [g for g in groups if any(self._share_encoding(owner, o, reads) for o in g)]
+            merged = [owner, *(o for g in near for o in g)]
+            groups = [g for g in groups if g not in near] + [merged]
+        return groups
+
+    def _share_encoding(self, a: str, b: str, reads: Mapping[str, set[int]]) -> bool:
+        """Whether the two encodings read the same block statistics."""
+        blocks = [n.uid for s in self.stores[a] for n in postorder([s.node]) if n.op in ("block_max", "block_min")]
+        return not reads[b].isdisjoint(blocks)
+
+    def sweeps(self, at: Mapping[str, int]) -> list[_Sweep]:
+        """The sweeps where owner o's stores stand at level at[o]."""
+        out = []
+        last = max([*at.values(), *(self.level(r) - 1 for r in self.reductions)], default=0)
+        for level in range(0, last + 1, 2):
+            roots = [r.args[0] for r in self.reductions if self.level(r) == level + 1]
+            roots += [s.node for o, ss in self.stores.items() if at[o] == level for s in ss]
+            if roots:
+                out.append(self._look(level, roots, at))
+        return out
+
+    def _look(self, level: int, roots: list[Node], at: Mapping[str, int]) -> _Sweep:
+        """What a sweep reads: early states from what was stored, small values from temps."""
+        early = {self.kept[o].new.uid: o for o in at if at[o] < level and o in self.kept}
+        gone = {b.name for b in self.program.buffers if at.get(b.owner, level) < level}
+        sweep = _Sweep(level, roots, set(), [], [])
+        seen: set[int] = set()
+        stack = list(reversed(roots))
+        while stack:
+            node = stack.pop()
+            if node.uid in seen:
+                continue
+            seen.add(node.uid)
+            if node.uid in early:
+                sweep.loads |= set(loads([self.kept[early[node.uid]].old]))
+                sweep.nodes.append(node)
+                continue
+            if is_small(node):
+                if node.args:
+                    sweep.values.append(node)
+                elif node.op == "load":
+                    sweep.loads.add(node.attr)
+                continue
+            sweep.nodes.append(node)
+            if node.op == "load":
+                sweep.feasible &= node.attr not in gone
+                sweep.loads.add(node.attr)
+            stack.extend(reversed(node.args))
+        return sweep
+
+    def choose(self) -> tuple[list[_Sweep], dict[str, int]]:
+        """The sweeps with the least traffic, and the level at which each owner's stores stand."""
+        groups = self.groups()
+        first = {id(g): max(self.level(s.node) for o in g for s in self.stores[o]) for g in groups}
+        last = max([*first.values(), *(self.level(r) - 1 for r in self.reductions)], default=0)
+        best: tuple[tuple[float, int, int], list[_Sweep], dict[str, int]] | None = None
+        for levels in itertools.product(*(range(first[id(g)], last + 1, 2) for g in groups)):
+            at = {o: level for g, level in zip(groups, levels, strict=True) for o in g}
+            sweeps = self.sweeps(at)
+            if not all(s.feasible for s in sweeps):
+                continue
+            moved = sum(self.size[b] for s in sweeps for b in s.loads)
+            moved += sum(self.size[s.buffer] for ss in self.stores.values() for s in ss)
+            early = sum(at[o] < s.level and self._reads_new(s, o) for s in sweeps for o in at)
+            key = round(moved, 6), early, -sum(levels) if early else sum(levels)
+            if best is None or key < best[0]:
+                best = key, sweeps, at
+        assert best is not None
+        return best[1], best[2]
+
+    def _reads_new(self, sweep: _Sweep, owner: str) -> bool:
+        return owner in self.kept and any(n.uid == self.kept[owner].new.uid for n in sweep.nodes)
+
+    # -- small work
+
+    def small(self, sweeps: list[_Sweep]) -> SmallWork:
+        return SmallWork(self, sweeps)
+
+    # -- programs
+
+    def piece(self, sweep: _Sweep, at: Mapping[str, int], small: SmallWork, number: int, count: int) -> Piece:
+        """The sweep's own program."""
+        early = {self.kept[o].new.uid: self.kept[o].old for o in at if at[o] < sweep.level and o in self.kept}
+        memo: dict[int, Node] = {}
+
+        def mapped(root: Node) -> Node:
+            stack = [root]
+            while stack:
+                node = stack[-1]
+                if node.uid in memo:
+                    stack.pop()
+                elif node.uid in early:
+                    memo[node.uid] = early[node.uid]
+                elif is_small(node) and node.args:
+                    memo[node.uid] = small.read(node)
+                else:
+                    waiting = [a for a in node.args if a.uid not in memo]
+                    if waiting:
+                        stack.extend(waiting)
+                    else:
+                        memo[node.uid] = ir.rebuild(node, [memo[a.uid] for a in node.args]) if node.args else node
+            return memo[root.uid]
+
+        stores, reduced = [], []
+        for r in self.reductions:
+            if self.level(r) == sweep.level + 1:
+                name = small.name(r)
+                reduced.append(Buffer(name, dtypes.f32, r.space, "partial", name, False, True, r.op))
+                stores.append(Store(name, mapped(r.args[0])))
+        stores += [Store(s.buffer, mapped(s.node)) for o, ss in self.stores.items() if at[o] == sweep.level for s in ss]
+        seen = {n.uid for n in postorder(s.node for s in stores)}
+        lets = []
+        for let in self.program.body:
+            if let.node.space == spaces.host:
+                lets.append(let)
+            elif let.node.uid in memo and let.node.uid not in early and memo[let.node.uid].uid in seen:
+                if memo[let.node.uid].op != "load":
+                    lets.append(replace(let, node=memo[let.node.uid]))
+            elif let.stage == "decode" and let.node.uid in seen and let.node.uid not in memo:
+                lets.append(let)  # an early state, read back
+        why = self._why(sweep, reduced, number, count)
+        return Piece(self._program(stores, tuple(lets), reduced, spaces.elem), sweep.level, why)
+
+    def _program(self, stores: list[Store], lets: tuple[Let, ...], temps: list[Buffer], space: Space) -> Program:
+        """A program over these stores, with the buffers that it touches."""
+        read, written = set(loads(s.node for s in stores)), {s.buffer for s in stores}
+        nodes = list(postorder(s.node for s in stores))
+        found = []
+        for b in (*self.program.buffers, *temps):
+            # Every sweep walks along the parameter: its pointer comes first whether it is read or not.
+            if b.name in read | written:
+                found.append(replace(b, reads=b.name in read, writes=b.name in written))
+        known = {b.name for b in found}
+        for n in nodes:
+            if n.op == "load" and n.attr not in known:
+                known.add(n.attr)
+                found.append(Buffer(n.attr, n.dtype, n.space, "temp", n.attr, True, False))
+        blocks = [b.space.size for b in found] + [n.attr for n in nodes if n.op in ("block_max", "block_min")]
+        return replace(
+            self.program, buffers=tuple(found), body=lets, stores=tuple(stores), block=max(blocks, default=0) or 1,
+            kept=(), space=space, host_stores=(),
+        )  # fmt: skip
+
+    def _why(self, sweep: _Sweep, reduced: list[Buffer], number: int, count: int) -> str:
+        if not reduced:
+            return "the update" if number == count else "stores"
+        users = []
+        for r in self.reductions:
+            if self.level(r) == sweep.level + 1:
+                let = next((x for x in self.program.body if any(n is r for n in postorder([x.node]))), None)
+                users.append(f"{let.name} ({let.loc.short})" if let and let.loc else r.op)
+        return f"{', '.join(dict.fromkeys(users))}: of all elements, before what follows"
+
+
+class SmallWork:
+    """What is done between sweeps: which small values exist when, and in which order they are made.
+
+    A round runs over one space.  Within a level, a value of another space, or a reduction of the same one, belongs to
+    a later round.
+    """
+
+    def __init__(self, cutter: Cutter, sweeps: list[_Sweep]) -> None:
+        self.cutter = cutter
+        program, level = cutter.program, cutter.level
+        self.stores = [s for s in program.stores if cutter._is_small_store(s)]
+        self.levels: dict[int, int] = {}  # node uid -> the level at which it is made
+        self.state: dict[int, str] = {}  # node uid -> the state buffer that holds it from its round on
+        first = min((s.level + 1 for s in sweeps), default=START)
+        wanted: list[tuple[Node, int]] = [(v, level(v)) for s in sweeps for v in s.values]
+        wanted += [(s.node, max(level(s.node), first)) for s in self.stores if s.node.args]
+        self.roots: dict[int, list[Node]] = {}
+        stack = wanted
+        seen: set[tuple[int, int]] = set()
+        self.made: dict[tuple[int, int], Node] = {}
+        while stack:
+            node, at = stack.pop()
+            if (node.uid, at) in seen:
+                continue
+            seen.add((node.uid, at))
+            self.roots.setdefault(at, []).append(node)
+            for n in self._inside(node, at):
+                for a in n.args:
+                    if is_small(a) and a.args and START < level(a) < at:
+                        stack.append((a, level(a)))
+        self.depth: dict[int, dict[int, int]] = {}
+        self.rounds: dict[tuple[int, int, str], list[Node]] = {}
+        self.home: dict[int, tuple[int, int, str]] = {}  # node uid -> the first round that makes it
+        self.temps: dict[int, Node] = {}
+        for at in sorted(self.roots):
+            self._arrange(at)
+        self.commits: dict[tuple[int, int, str], list[Store]] = {}
+        self._commit(sweeps)
+
+    def _inside(self, root: Node, at: int) -> list[Node]:
+        """The small operations below root that are done at that level, operands first."""
+        level = self.cutter.level
+        out: list[Node] = []
+        seen: set[int] = set()
+        stack: list[tuple[Node, bool]] = [(root, False)]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                out.append(node)
+                continue
+            if node.uid in seen or not is_small(node) or not node.args or reduces_elements(node):
+                continue
+            if node is not root and START < level(node) < at:
+                continue
+            seen.add(node.uid)
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(node.args))
+        return out
+
+    def _arrange(self, at: int) -> None:
+        """Rounds of one level."""
+        depth: dict[int, int] = {}
+        nodes: dict[int, Node] = {}
+        for root in self.roots[at]:
+            for n in self._inside(root, at):
+                nodes.setdefault(n.uid, n)
+        for n in list(postorder(self.roots[at])):
+            if n.uid not in nodes:
+                continue
+            d = 0
+            for a in n.args:
+                if a.uid in nodes:
+                    d = max(d, depth[a.uid] + (a.space != n.space and a.op not in REDUCTIONS))
+            depth[n.uid] = d + 1 if n.op in REDUCTIONS else d
+        self.depth[at] = depth
+        for uid, n in nodes.items():
+            if n.op in REDUCTIONS:
+                (a,) = n.args
+                key = at, depth.get(a.uid, 0), a.space.name
+            else:
+                key = at, depth[uid], n.space.name
+            self.rounds.setdefault(key, []).append(n)
+            self.home.setdefault(uid, key)
+        for uid, n in nodes.items():
+            for a in n.args:
+                # What another round made is read from memory; a reduction always is.
+                mine = self.home[uid] if n.op in REDUCTIONS else (at, depth[uid], n.space.name)
+                if a.uid in nodes and (a.op in REDUCTIONS or self.home[a.uid] != mine):
+                    self.temps[a.uid] = a
+        for root in self.roots[at]:
+            self.temps.setdefault(root.uid, root)
+
+    def _key(self, key: tuple[int, int, str]) -> tuple[int, int, int]:
+        return key[0], key[1], _ORDER[key[2]]
+
+    def _commit(self, sweeps: list[_Sweep]) -> None:
+        """Small states are stored when nothing reads their old value any more."""
+        for s in self.stores:
+            space = self.cutter.buffers[s.buffer].space.name
+            made = self.home.get(s.node.uid)
+            floor = self._key(made) if made else (min(x.level for x in sweeps) + 1, 0, _ORDER[space])
+            for sweep in sweeps:
+                if s.buffer in sweep.loads:
+                    floor = max(floor, (sweep.level + 1, 0, _ORDER[space]))
+            for key, nodes in self.rounds.items():
+                if any(a.op == "load" and a.attr == s.buffer for n in nodes for a in n.args):
+                    same = key[2] == space
+                    floor = max(floor, self._key(key) if same else (key[0], key[1] + 1, _ORDER[space]))
+            fitting = [k for k in self.rounds if k[2] == space and self._key(k) >= floor]
+            key = min(fitting, key=self._key) if fitting else (floor[0], floor[1], space)
+            self.commits.setdefault(key, []).append(s)
+            if made is not None and key == made and s.node.dtype is dtypes.f32:
+                self.state[s.node.uid] = s.buffer
+
+    def name(self, node: Node) -> str:
+        """The buffer in which later stages find a value."""
+        return self.state.get(node.uid) or self.cutter.names[node.uid]
+
+    def read(self, node: Node) -> Node:
+        return ir.load(self.name(node), dtypes.f32, node.space)
+
+    def pieces(self) -> list[Piece]:
+        """A program for every round."""
+        out = []
+        for key in sorted({*self.rounds, *self.commits}, key=self._key):
+            piece = self._round(key)
+            if piece is not None:
+                out.append(piece)
+        return out
+
+    def _round(self, key: tuple[int, int, str]) -> Piece | None:
+        at, _, space = key
+        cutter = self.cutter
+        here = {n.uid for n in self.rounds.get(key, ()) if n.op not in REDUCTIONS}
+        memo: dict[int, Node] = {}
+
+        def mapped(node: Node) -> Node:
+            if node.uid not in memo:
+                if node.uid in here or node.space == spaces.host or not node.args:
+                    new = ir.rebuild(node, [mapped(a) for a in node.args]) if node.args else node
+                else:
+                    new = self.read(node)
+                memo[node.uid] = new
+            return memo[node.uid]
+
+        stores, temps = [], []
+        for n in self.rounds.get(key, ()):
+            if n.op in REDUCTIONS:
+                temps.append(Buffer(self.name(n), dtypes.f32, n.space, "partial", self.name(n), False, True, n.op))
+                stores.append(Store(self.name(n), mapped(n.args[0])))
+            elif n.uid in self.temps and n.uid not in self.state and self.home[n.uid] == key:
+                temps.append(Buffer(self.name(n), dtypes.f32, n.space, "temp", self.name(n), False, True))
+                stores.append(Store(self.name(n), mapped(n)))
+        stores += [Store(s.buffer, mapped(s.node)) for s in self.commits.get(key, ())]
+        if not stores:
+            return None
+        seen = {n.uid for n in postorder(s.node for s in stores)}
+        lets = []
+        for let in cutter.program.body:
+            if let.node.space == spaces.host:
+                lets.append(let)
+            elif let.node.uid in memo and memo[let.node.uid].op != "load" and memo[let.node.uid].uid in seen:
+                lets.append(replace(let, node=memo[let.node.uid]))
+        made = cutter._program(stores, tuple(lets), temps, Space(space))
+        what = {"row": "rows", "col": "columns", "mat": "matrices", "tensor": "tensors", "model": "the model"}[space]
+        return Piece(made, at, f"values of {what}, before the elements that read them")
+
+
+def cut(program: Program) -> Cut:
+    """See the module's docstring."""
+    if not needs_cutting(program):
+        return Cut((Piece(replace(program, kept=()), 0, "the update"),))
+    cutter = Cutter(by_rows(program))
+    sweeps, at = cutter.choose()
+    small = cutter.small(sweeps)
+    pieces = [cutter.piece(s, at, small, k + 1, len(sweeps)) for k, s in enumerate(sweeps)]
+    pieces += small.pieces()
+    early = tuple(o for o in at if any(at[o] < s.level and cutter._reads_new(s, o) for s in sweeps))
+    return Cut(tuple(sorted(pieces, key=lambda p: p.level)), early)
