@@ -90,8 +90,7 @@ def without_spec(project: Path | None = None) -> list[Path]:
 
 
 def declared(file: Path) -> tuple[str, ...]:
-    """The functions of a file under `@optimizer(...)`, and what wrappers make of rules (`x = lookahead(...)`), read from
-    its syntax tree."""
+    """The functions of a file under `@optimizer(...)` and what wrappers make of rules, read from its syntax tree."""
     return _declared(file, file.stat().st_mtime_ns)
 
 

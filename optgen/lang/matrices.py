@@ -32,9 +32,22 @@ def newton_schulz(x: Num, steps: int = 5, coefficients: tuple[Num, Num, Num] = J
             x.record(node)
         return Value(node, x.record)
     if type(x).__module__.startswith("torch"):
-        from optgen.runtime import matrices
-
-        return matrices.newton_schulz(x, steps, *coefficients, eps).to(x.dtype)
+        return _on_tensors(x, int(steps), coefficients, eps)
     import sympy
 
     return sympy.Function("newton_schulz")(x)
+
+
+def _on_tensors(x: Any, steps: int, coefficients: tuple[Num, Num, Num], eps: Num) -> Any:
+    """newton_schulz of a torch tensor, in its dtype."""
+    import torch
+
+    a, b, c = coefficients
+    y = x.to(torch.bfloat16)
+    tall = y.shape[-2] > y.shape[-1]
+    y = y.mT if tall else y
+    y = y / y.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = y @ y.mT
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return (y.mT if tall else y).to(x.dtype)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, loads, postorder
 from optgen.ir.program import Buffer, Let, Program, Store
+from optgen.ir.spell import name_for
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import REDUCTIONS
 from optgen.ops.spaces import Space
@@ -176,7 +177,7 @@ class Cutter:
         for n in live:
             if not (is_small(n) or n.op == "call") or not n.args:
                 continue
-            base = named.get(n.uid) or self._described(n, named, users)
+            base = named.get(n.uid) or self._described(n, named, users, out)
             name, k = base, 1
             while name in taken:
                 k += 1
@@ -185,9 +186,10 @@ class Cutter:
             out[n.uid] = name
         return out
 
-    @staticmethod
-    def _described(node: Node, named: Mapping[int, str], users: Mapping[int, Node]) -> str:
-        """row_sum_of_<the nearest name above it>, or by what it does."""
+    def _described(
+        self, node: Node, named: Mapping[int, str], users: Mapping[int, Node], out: Mapping[int, str]
+    ) -> str:
+        """row_sum_for_<the nearest name above it>, or as it reads."""
         user: Node | None = node
         while user is not None and user.uid not in named:
             user = users.get(user.uid)
@@ -195,8 +197,24 @@ class Cutter:
                 user = None
         if node.op == "call":
             return str(node.attr)
-        what = node.op if node.op in REDUCTIONS else f"{node.space.name}_{node.op}"
-        return f"{what}_for_{named[user.uid]}" if user is not None and user.uid in named else what
+        if node.op not in REDUCTIONS:
+            return name_for(node, f"{node.space.name}_{node.op}", {**named, **out})
+        if user is not None and user.uid in named:
+            return f"{node.op}_for_{named[user.uid]}"
+        return f"{node.op}_of_{below}" if (below := self._nearest(node)) else node.op
+
+    def _nearest(self, node: Node) -> str:
+        """The first name below a node that its author or a state gave."""
+        names = {let.node.uid: let.name for let in self.program.body if let.stage == "update"}
+        level = list(node.args)
+        while level:
+            for n in level:
+                if n.uid in names:
+                    return names[n.uid]
+                if n.op == "load":
+                    return str(n.attr)
+            level = [a for n in level for a in n.args]
+        return ""
 
     # -- which sweep stores what
 
@@ -386,7 +404,7 @@ class Cutter:
             if self.level(r) == sweep.level + 1:
                 let = next((x for x in self.program.body if any(n is r for n in postorder([x.node]))), None)
                 users.append(f"{let.name} ({let.loc.short})" if let and let.loc else str(r.attr or r.op))
-        return f"{', '.join(dict.fromkeys(users))}: of all elements, before what follows"
+        return ", ".join(dict.fromkeys(users))
 
 
 class SmallWork:
@@ -557,7 +575,7 @@ class SmallWork:
                 lets.append(replace(let, node=memo[let.node.uid]))
         made = cutter._program(stores, tuple(lets), temps, Space(space))
         what = {"row": "rows", "col": "columns", "mat": "matrices", "tensor": "tensors", "model": "the model"}[space]
-        return Piece(made, at, f"values of {what}, before the elements that read them")
+        return Piece(made, at, f"values of {what}")
 
 
 def cut(program: Program) -> Cut:
