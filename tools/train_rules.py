@@ -122,7 +122,7 @@ def markdown(verdicts: list[Verdict], steps: int, seeds: int, text: Corpus) -> s
     lines = [
         "# Training with rules that look at more than one element", "",
         f"The demo's language model ({Size().layers} layers of width {Size().width}, on bytes of the Python standard",
-        f"library, text {text.digest}), {steps} steps, {seeds} seeds; validation loss at the end in nats per byte, mean",
+        f"library, text {text.digest}), {steps} steps, {seeds} seeds; validation loss at the end, nats per byte: mean",
         "and standard deviation over seeds.  *8 bits* is plan int8_split24 with bf16 weights, *fp32* is all in fp32;",
         "both start from the same weights, see the same batches and have the same learning rate, seed by seed.",
         "The difference is paired, with the 95 % interval of Student's t; *B/param* counts weights and states as they",
