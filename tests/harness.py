@@ -66,9 +66,7 @@ def only(s: Schedule | Step) -> Schedule:
 class Pair:
     """The reference and the kernel of one schedule, and a set of buffers for each."""
 
-    def __init__(
-        self, spec: Spec, s: Schedule | Step, folder: Path, *, kernels: Schedule | Step | None = None
-    ) -> None:
+    def __init__(self, spec: Spec, s: Schedule | Step, folder: Path, *, kernels: Schedule | Step | None = None) -> None:
         s, kernels = only(s), only(kernels or s)
         self.spec, self.schedule, self.kernels = spec, s, kernels
         names = "Blocks, block_max, block_min, quotient, rotl, scalars, sqrt"

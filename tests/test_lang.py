@@ -608,31 +608,60 @@ def test_latex_names() -> None:
 # -- recurrences
 
 EMA, SUM, MAX, PREVIOUS = "ema", "sum", "max", "previous"
+LATE_DECAY = 1 - (10.0**9) ** -0.8  # Adafactor's, late in training
 RECURRENCES = {
     "adabelief": {"exp_avg": (EMA, 0.9), "exp_avg_var": (EMA, 0.999)},
     "adadelta": {"square_avg": (EMA, 0.9), "acc_delta": (EMA, 0.9)},
     "adagrad": {"sum": (SUM, 1.0)},
+    "adafactor": {"row_var": (EMA, LATE_DECAY), "col_var": (EMA, LATE_DECAY), "variance": (EMA, LATE_DECAY)},
+    "adafactor_paper": {
+        "exp_avg": (EMA, 0.7),
+        "exp_avg_sq": (EMA, LATE_DECAY),
+        "exp_avg_sq_row": (EMA, LATE_DECAY),
+        "exp_avg_sq_col": (EMA, LATE_DECAY),
+    },
     "adam": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0)},
+    "adam_mini": {"m": (EMA, 0.9), "vmean_row": (EMA, 0.999), "vmean": (EMA, 0.999)},
     "adamax": {"exp_avg": (EMA, 0.9), "exp_inf": (MAX, 0.999)},
     "adamw": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0)},
     "adan": {"exp_avg": (EMA, 0.98), "exp_avg_diff": (EMA, 0.92), "exp_avg_sq": (EMA, 0.99), "prev_grad": (PREVIOUS,)},
     "ademamix": {"exp_avg": (EMA, 0.9), "exp_avg_slow": (EMA, 0.9999), "exp_avg_sq": (EMA, 0.999)},
     "adopt": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.9999)},
     "came": {
-        "exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999),
+        "exp_avg": (EMA, 0.9),
+        "exp_avg_sq": (EMA, 0.999),
+        "exp_avg_sq_row": (EMA, 0.999),
+        "exp_avg_sq_col": (EMA, 0.999),
+        "exp_avg_res_row": (EMA, 0.9999),
+        "exp_avg_res_col": (EMA, 0.9999),
     },
+    "cautious_adamw": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
+    "cautious_lion": {"exp_avg": (EMA, 0.99)},
+    "fromage": {},
     "grams": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
     "lamb": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
     "laprop": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
+    "lars": {"momentum_buffer": (EMA, 0.9)},
     "lion": {"exp_avg": (EMA, 0.99)},
     "madgrad": {"grad_sum_sq": (SUM, 1.0), "s": (SUM, 1.0), "x0": ("constant",)},
+    "mars": {"exp_avg": (EMA, 0.95), "exp_avg_sq": (EMA, 0.99), "last_grad": (PREVIOUS,)},
     "nadam": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
+    "novograd": {"exp_avg": (EMA, 0.95), "exp_avg_sq": (EMA, 0.98)},
+    "orthograd": {"momentum_buffer": (EMA, 0.7)},
     "radam": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
     "rmsprop": {"square_avg": (EMA, 0.99), "grad_avg": (EMA, 0.99), "momentum_buffer": (EMA, 0.7)},
     "rprop": {"prev": (PREVIOUS,), "step_size": ("multiplicative",)},
     "sgd": {"momentum_buffer": (EMA, 0.7)},
     "sgdw": {"momentum_buffer": (EMA, 0.7)},
     "signum": {"momentum_buffer": (EMA, 0.7)},
+    # The largest of a row of minima: no decay, and no one old value that it could be one of.
+    "sm3": {
+        "accumulator": (SUM, 1.0),
+        "accumulator_row": ("other",),
+        "accumulator_col": ("other",),
+        "momentum_buffer": (EMA, 0.7),
+    },
+    "stable_adamw": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.99)},
     "tiger": {"exp_avg": (EMA, 0.965)},
     "yogi": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (SUM, 1.0)},
 }
@@ -641,13 +670,13 @@ RECURRENCES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_recurrences(name: str) -> None:
     spec = spec_of(name)
-    setting = spec.settings()[-1]
     found: dict[str, tuple[Any, ...]] = {}
-    for s in spec.present(setting):
-        r = recurrence(spec, setting, s.name)
-        parts = {"momentum": 0.7} if any(f.nonzero for f in spec.flags) else {}
-        decay = () if r.decay is None else (pytest.approx(r.decay_at(spec, **parts)),)
-        found[s.name] = (r.kind, *decay)
+    for setting in spec.settings():
+        parts = {f.nonzero: 0.7 for f in spec.flags if f.nonzero and setting[f.name]}
+        for s in spec.present(setting):
+            r = recurrence(spec, setting, s.name)
+            decay = () if r.decay is None else (pytest.approx(r.decay_at(spec, **parts)),)
+            assert found.setdefault(s.name, (r.kind, *decay)) == (r.kind, *decay)
     assert found == RECURRENCES[name]
 
 
