@@ -14,7 +14,7 @@ from optgen.ir.node import Node
 from optgen.ir.program import Let
 from optgen.lang.declare import FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
 from optgen.lang.source import Source
-from optgen.lang.values import Absent
+from optgen.lang.values import PRECISION, Absent
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,12 @@ class Spec:
         for hs in self.host_states:
             on = self.holds(hs.when, flags)
             values[hs.name] = (host_states or {}).get(hs.name, hs.init) if on else Absent(hs.name, hs.when or "")
-        new = self.call(p, g, t, values)
+        # A mean of ones and zeros, for instance, has no other operand to take its precision from.
+        precision = PRECISION.set(getattr(p, "dtype", None))
+        try:
+            new = self.call(p, g, t, values)
+        finally:
+            PRECISION.reset(precision)
         present, host = self.present(flags), self.present_host(flags)
         return new["p"], {s.name: new[s.name] for s in present}, {s.name: new[s.name] for s in host}
 
