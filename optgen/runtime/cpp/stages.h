@@ -125,24 +125,26 @@ struct Most {
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-inline void fill(float *x, int64_t count, float value) {
+OPTGEN_ONCE void fill(float *x, int64_t count, float value) {
     int64_t i = 0;
     for (; i + W <= count; i += W)
         store(x + i, F(value));
-    for (; i < count; i++)
-        x[i] = value;
+    alignas(64) float rest[W];
+    store(rest, F(value));
+    memcpy(x + i, rest, (size_t)(count - i) * 4);
 }
 
-// The smallest power of two from n on.  Folding no more than that changes nothing: what is missing counts as 0.
+// The smallest power of two from n on that fills a register.  Folding no more than that changes nothing: what is
+// missing counts as 0, and sums begin with a positive 0.
 inline int until(int64_t n) {
-    int out = 1;
+    int out = W;
     while (out < n)
         out *= 2;
     return out;
 }
 
-// Upper half upon lower half until one value is left; n is a power of two.  Three halvings in one go.
-template <class Op> inline float fold(float *x, int n) {
+// Upper half upon lower half until one value is left; n is a power of two, W at least.  Three halvings in one go.
+template <class Op> OPTGEN_ONCE float fold(float *x, int n) {
     while (n >= 8 * W) {
         n /= 8;
         for (int i = 0; i < n; i += W) {
@@ -157,12 +159,12 @@ template <class Op> inline float fold(float *x, int n) {
         for (int i = 0; i < n; i += W)
             store(x + i, Op::two(load(x + i), load(x + i + n)));
     }
-    while (n > 1) {
-        n /= 2;
-        for (int i = 0; i < n; i++)
-            x[i] = Op::two(x[i], x[i + n]);
-    }
-    return x[0];
+    float a[W];
+    memcpy(a, x, sizeof(a));
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            a[i] = Op::two(a[i], a[i + half]);
+    return a[0];
 }
 
 // x[0 .. n) folded as a panel; x is scratch, with room for the next power of two.
@@ -172,8 +174,17 @@ template <class Op> inline float fold_panel(float *x, int64_t n) {
     return fold<Op>(x, whole);
 }
 
+// Fewer values than a register holds.
+template <class Op> OPTGEN_ONCE void add_rest(float *to, const float *x, int64_t n) {
+    alignas(64) float a[W] = {}, b[W] = {};
+    memcpy(a, to, (size_t)n * 4);
+    memcpy(b, x, (size_t)n * 4);
+    store(a, Op::two(load(a), load(b)));
+    memcpy(to, a, (size_t)n * 4);
+}
+
 // Values added to the lanes, the first one to `lane`.
-template <class Op> inline void add_lanes(float *__restrict lanes, const float *__restrict x, int64_t n, int lane) {
+template <class Op> OPTGEN_ONCE void add_lanes(float *__restrict lanes, const float *__restrict x, int64_t n, int lane) {
     if (lane == 0 && n >= LANES) {
         const int64_t rounds = n / LANES;
         for (int l = 0; l < LANES; l += W) {
@@ -191,8 +202,7 @@ template <class Op> inline void add_lanes(float *__restrict lanes, const float *
         int64_t i = 0;
         for (; i + W <= now; i += W)
             store(to + i, Op::two(load(to + i), load(x + i)));
-        for (; i < now; i++)
-            to[i] = Op::two(to[i], x[i]);
+        add_rest<Op>(to + i, x + i, now - i);
         x += now;
         n -= now;
         lane = (int)((lane + now) % LANES);
@@ -200,18 +210,13 @@ template <class Op> inline void add_lanes(float *__restrict lanes, const float *
 }
 
 // One row more for a run of columns.
-template <class Op> inline void add_row(float *__restrict total, const float *__restrict x, int64_t n, bool first) {
+template <class Op> OPTGEN_ONCE void add_row(float *__restrict total, const float *__restrict x, int64_t n, bool first) {
+    if (first)
+        fill(total, n, Op::start);
     int64_t i = 0;
-    if (first) {
-        for (; i + W <= n; i += W)
-            store(total + i, Op::two(F(Op::start), load(x + i)));
-        for (; i < n; i++)
-            total[i] = Op::two(Op::start, x[i]);
-    }
     for (; i + W <= n; i += W)
         store(total + i, Op::two(load(total + i), load(x + i)));
-    for (; i < n; i++)
-        total[i] = Op::two(total[i], x[i]);
+    add_rest<Op>(total + i, x + i, n - i);
 }
 
 inline void add_lanes(Reduction r, float *lanes, const float *x, int64_t n, int lane) {
@@ -287,7 +292,7 @@ constexpr int UNIT = W < 8 ? 8 : W;  // elements that are not in blocks: whole r
 
 // Elements [from, from + n) of a row, whose values lie `shift` lanes behind the start of the tile, through room of
 // their own.
-inline void staged_row(const Stage &s, char *const *at, char *room, int64_t n, int shift, int32_t first,
+OPTGEN_ONCE void staged_row(const Stage &s, char *const *at, char *room, int64_t n, int shift, int32_t first,
                        const Known &known) {
     char *inside[MOST];
     int live[BLOCKS_OF_TILE];
@@ -323,7 +328,7 @@ inline void staged_row(const Stage &s, char *const *at, char *room, int64_t n, i
 }
 
 // Columns [from, from + n) of a row, at most a panel; `row` counts through all matrices.
-inline void panel_of_row(const Stage &s, const Shape &t, const Panels &shape, char *const *values, char *room,
+OPTGEN_ONCE void panel_of_row(const Stage &s, const Shape &t, const Panels &shape, char *const *values, char *room,
                          int64_t row, int64_t from, int64_t n, const Known &known) {
     char *at[MOST];
     const int64_t e = row * t.columns + from, b = row * shape.per_row + from / s.block;
@@ -368,7 +373,7 @@ inline void panel_of_row(const Stage &s, const Shape &t, const Panels &shape, ch
 }
 
 // Units [low, high) of a tensor: a band of rows in a panel of columns each.
-inline void sweep_panels(const Stage &s, const Shape &t, int64_t low, int64_t high, char *room, const Known &known) {
+OPTGEN_ONCE void sweep_panels(const Stage &s, const Shape &t, int64_t low, int64_t high, char *room, const Known &known) {
     const Panels shape(s, t);
     char *values[MOST];
     while (low < high) {
@@ -406,7 +411,7 @@ inline void sweep_panels(const Stage &s, const Shape &t, int64_t low, int64_t hi
 }
 
 // Values of rows, columns or matrices, one for each element of [e, e + n).
-inline void expand(const Place &p, const Shape &t, const float *from, float *to, int64_t e, int64_t n) {
+OPTGEN_ONCE void expand(const Place &p, const Shape &t, const float *from, float *to, int64_t e, int64_t n) {
     int64_t row = e / t.columns, column = e % t.columns, matrix = row / t.rows;
     for (int64_t i = 0; i < n;) {
         const int64_t now = least(n - i, t.columns - column);
@@ -424,7 +429,7 @@ inline void expand(const Place &p, const Shape &t, const float *from, float *to,
 
 // Blocks [first, first + count) of a tensor, at most a tile; what is to be reduced goes to the room, in the order of
 // the tile's lanes, and from there to the dense copy where there is one.
-inline void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int64_t first, int count, char *room,
+OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int64_t first, int count, char *room,
                       const Known &known) {
     const int most = s.size / s.block;
     const bool flat = grid.columns == t.numel;
@@ -510,7 +515,7 @@ inline bool sums_segments(const Stage &s) {
     return false;
 }
 
-inline void sweep_flat(const Stage &s, const Shape &t, int64_t low, int64_t high, char *room, const Known &known) {
+OPTGEN_ONCE void sweep_flat(const Stage &s, const Shape &t, int64_t low, int64_t high, char *room, const Known &known) {
     const Grid grid(t, s.block);
     const bool segments = sums_segments(s);
     const int most = s.size / s.block;
@@ -557,7 +562,7 @@ inline int64_t segments(const Stage &s, const Shape &t) {
 // -- what sweeps left, put together
 
 // Values in 256 lanes.
-inline float in_lanes(Reduction r, const float *x, int64_t n) {
+OPTGEN_ONCE float in_lanes(Reduction r, const float *x, int64_t n) {
     alignas(64) float lanes[LANES];
     const int used = until(least(n, LANES));
     fill(lanes, used, first_of(r));
@@ -570,7 +575,7 @@ inline int64_t entries(Kind kind, const Shape &t) {
 }
 
 // Results [low, high) of rows.
-inline void finish_rows(const Stage &s, const Place &p, const Shape &t, const float *dense, int64_t low, int64_t high,
+OPTGEN_ONCE void finish_rows(const Stage &s, const Place &p, const Shape &t, const float *dense, int64_t low, int64_t high,
                         char *room) {
     const int64_t panels = (t.columns + s.size - 1) / s.size;
     const float *parts = (const float *)t.at[p.partial];
@@ -593,7 +598,7 @@ inline void finish_rows(const Stage &s, const Place &p, const Shape &t, const fl
 }
 
 // Results [low, high) of columns, at most TOGETHER.
-inline void finish_columns(const Stage &s, const Place &p, const Shape &t, const float *dense, int64_t low, int64_t high,
+OPTGEN_ONCE void finish_columns(const Stage &s, const Place &p, const Shape &t, const float *dense, int64_t low, int64_t high,
                            char *room) {
     const int64_t bands = (t.rows + PANEL_ROWS - 1) / PANEL_ROWS;
     float *x = tile_room(s, room, 0);
@@ -617,7 +622,7 @@ inline void finish_columns(const Stage &s, const Place &p, const Shape &t, const
 }
 
 // The results of a sweep's place [low, high) TOGETHER at a time.
-inline void finish(const Stage &s, int place, const Shape &t, int64_t low, int64_t high, char *room) {
+OPTGEN_ONCE void finish(const Stage &s, int place, const Shape &t, int64_t low, int64_t high, char *room) {
     const Place &p = s.places[place];
     const float *dense = (const float *)t.dense;
     for (int c = 0; dense && c < place; c++)
@@ -638,7 +643,7 @@ inline void finish(const Stage &s, int place, const Shape &t, int64_t low, int64
 // -- few values
 
 // Entries [from, from + n) of what is reduced to matrices or to the tensor, `each` to a result.
-inline void reduce_few(const Place &p, const Shape &t, float *lanes, const float *x, int64_t from, int64_t n,
+OPTGEN_ONCE void reduce_few(const Place &p, const Shape &t, float *lanes, const float *x, int64_t from, int64_t n,
                        int64_t each) {
     while (n > 0) {
         const int64_t result = from / each, at = from % each, now = least(n, each - at);
@@ -654,7 +659,7 @@ inline void reduce_few(const Place &p, const Shape &t, float *lanes, const float
 }
 
 // All entries of a tensor, a stretch at a time.
-inline void work_on_few(const Stage &s, const Shape &t, char *room, const Known &known) {
+OPTGEN_ONCE void work_on_few(const Stage &s, const Shape &t, char *room, const Known &known) {
     const int64_t all = entries(s.space, t);
     const int64_t of_matrix = s.space == ROW ? t.rows : s.space == COLUMN ? t.columns : 1;
     for (int64_t from = 0; from < all; from += s.size) {
