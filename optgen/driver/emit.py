@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import optgen
 from optgen import passes
-from optgen.backends import cpp, host, reference, triton, wrapper
+from optgen.backends import cpp, cpp_stages, host, reference, triton, wrapper
 from optgen.backends.host import Unpack
 from optgen.driver import explain, targets
 from optgen.driver.targets import Case
@@ -128,6 +128,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
     compiled = [compile_case(spec, case, maths) for case in targets.cases(spec, plan)]
     scalars, steps, codecs, kernels = Pool(), Pool(), Pool(), Pool()
     cpp_kernels: dict[str, list[str]] = {}  # under the names of the Triton kernels that do the same
+    cpp_parts, cpp_steps = Pool(), Pool()  # of steps that take several stages
     source = f"{targets.source_name(spec.loc.file)}"
     rows: list[dict[str, Any]] = []
     tiles: dict[str, int] = {}
@@ -156,7 +157,8 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         reference_name = steps.add(wanted, step, [let.name for let in c.strict.host])
         codec_name = codecs.add(wanted, code)
         if len(c.fast.stages) > 1:
-            rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, wanted, codec_name))
+            cpp_name = _cpp_step(c.fast, wanted, source, cpp_parts, cpp_steps)
+            rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, cpp_name, codec_name))
             continue
         (only,) = c.fast.stages
         kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.host])
@@ -193,9 +195,22 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
             registers=limits,
         ),
         "kernels.cpp": wrapper.render(
-            "cpp.cpp.j2", header=re.sub("^#", "//", head["cpp"], flags=re.M), kernels=list(cpp_kernels.values())
+            "cpp.cpp.j2",
+            header=re.sub("^#", "//", head["cpp"], flags=re.M),
+            include="stages.h" if cpp_steps.functions else "optgen.h",
+            kernels=[*cpp_kernels.values(), *cpp_parts.functions, *cpp_steps.functions],
         ),
     }
+
+
+def _cpp_step(step: Step, name: str, source: str, parts: Pool, steps: Pool) -> str:
+    """Name of the C++ struct of a step that takes several stages; equal stages are printed once."""
+    names = []
+    for k, stage in enumerate(step.stages):
+        wanted = f"{name}_{k + 1}"
+        scalars = [let.name for let in stage.schedule.program.host]
+        names.append(parts.add(wanted, partial(cpp_stages.stage, step, k, source=source), scalars))
+    return steps.add(name, partial(cpp_stages.whole, step, stages=names))
 
 
 def _variant_row(

@@ -21,9 +21,9 @@ from types import ModuleType
 
 import torch
 
-from optgen.runtime import native
+from optgen.runtime import native, workspace
 from optgen.runtime.bucket import Bucket
-from optgen.runtime.records import dtype_name
+from optgen.runtime.records import Variant, dtype_name
 
 SERIAL = 64 * 1024
 """Elements in all below which one thread does the work: starting a second takes as long as they do."""
@@ -71,10 +71,7 @@ def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable
     layout = library.optgen_layout
     layout.restype, layout.argtypes = ctypes.POINTER(ctypes.c_int32), ()
     variant, said = bucket.variant, layout()
-    scalars = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
-    columns = [(getattr(torch, variant.param).itemsize, 0), (bucket.grad_dtype.itemsize, 0)]
-    columns += [(f.torch_dtype.itemsize, int(f.per > 1)) for f in variant.fields]
-    wanted = [len(scalars), variant.block, len(columns), *(x for column in columns for x in column)]
+    wanted = expected(variant, bucket.grad_dtype)
     if [said[k] for k in range(3)] != wanted[:3] or [said[k] for k in range(len(wanted))] != wanted:
         return native.Unavailable(f"{variant.kernel_name} was printed again since {bucket.plan.__name__} was imported")
     function = library.optgen_step
@@ -83,17 +80,33 @@ def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable
     return function
 
 
+KINDS = ("elem", "block", "row", "col", "mat", "tensor")
+"""What a column has one entry for, as kernels number them; 8 more for partial results."""
+
+
+def expected(variant: Variant, grad: torch.dtype) -> list[int]:
+    """What a kernel says of itself where it was printed for the tables of this variant: `layout` in optgen.h."""
+    scalars = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
+    columns = [(getattr(torch, variant.param).itemsize, 0), (grad.itemsize, 0)]
+    columns += [(f.torch_dtype.itemsize, 1 if f.per > 1 else KINDS.index(f.space)) for f in variant.fields]
+    columns += [(4, KINDS.index(t.space)) for t in variant.temps]
+    columns += [(4, KINDS.index(t.space) + 8) for t in workspace.reduced(variant)]
+    return [len(scalars), variant.block, len(columns), *(x for column in columns for x in column)]
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """A bucket's tensors as its kernel reads them; those without elements are left out.
 
     rows      int64, `width` a row: addresses of p, g and the fields, numel, columns, stream key
     elements  in all
+    room      what the rows point to beside the bucket's own tensors (steps of several stages)
     """
 
     rows: array[int]
     width: int
     elements: int
+    room: object = None
 
     @property
     def address(self) -> int:

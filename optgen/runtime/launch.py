@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import cpu, layout, native, options, plans, replay
+from optgen.runtime import cpu, cpu_stages, layout, native, options, plans, replay
 from optgen.runtime.bucket import Backend, Bucket
 from optgen.runtime.records import Variant
 from optgen.runtime.workspace import Workspace, matrices
@@ -219,7 +219,10 @@ class Launcher:
             old = self._kept.get(key)
             if old is None or old.signature != now:
                 bucket.check()
-                if bucket.backend == "cpp":
+                if bucket.backend == "cpp" and bucket.variant.stages:
+                    same = old.table if old is not None and old.signature[0] == now[0] else None
+                    old = Tables(now, [], cpu_stages.table(bucket.variant, *now, same))
+                elif bucket.backend == "cpp":
                     columns, names = now[2], bucket.variant.names
                     old = Tables(now, [], cpu.table(rows(columns, now[0], now[1]), len(names)))
                 else:
@@ -321,7 +324,7 @@ def _choose_cpp(asked: bool, device: torch.device, plan: ModuleType) -> Backend:
 
 def able(backend: Backend, plan: ModuleType, variant: Variant) -> Backend:
     """The backend, or eager torch where it has no kernels for a step of several stages."""
-    if not variant.stages or backend == "reference":
+    if not variant.stages or backend in ("reference", "cpp"):
         return backend
     return "reference"
 
