@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import optgen
 from optgen import passes
-from optgen.backends import cpp, host, reference, triton, wrapper
+from optgen.backends import cpp, host, reference, triton, triton_stages, wrapper
 from optgen.backends.host import Unpack
 from optgen.driver import explain, targets
 from optgen.driver.targets import Case
@@ -132,6 +132,9 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
     rows: list[dict[str, Any]] = []
     tiles: dict[str, int] = {}
     limits: dict[str, int | None] = {}
+    panels: dict[str, int] = {}
+    dense: dict[str, dict[str, int]] = {}
+    helpers: set[str] = set()
     unpack = unpack_of(spec)
     for c in compiled:
         wanted = function_name(spec, c.case)
@@ -141,6 +144,9 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
 
         def kernel(name: str, c: Compiled = c) -> list[str]:
             return triton.kernel(c.fast.stages[0].schedule, name, source)
+
+        def staged(name: str, c: Compiled = c) -> list[str]:
+            return triton_stages.kernels(c.fast, name, source).lines
 
         def code(name: str, c: Compiled = c) -> list[str]:
             return [
@@ -156,7 +162,16 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         reference_name = steps.add(wanted, step, [let.name for let in c.strict.host])
         codec_name = codecs.add(wanted, code)
         if len(c.fast.stages) > 1:
-            rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, wanted, codec_name))
+            kernel_name = wanted
+            if triton_stages.able(c.fast):
+                kernel_name = kernels.add(wanted, staged, [let.name for let in c.fast.host])
+                found = triton_stages.kernels(c.fast, kernel_name, source)
+                tiles |= found.tiles
+                limits |= found.limits
+                panels |= found.rows
+                dense |= found.dense
+                helpers |= set(triton_stages.needs(c.fast))
+            rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))
             continue
         (only,) = c.fast.stages
         kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.host])
@@ -187,10 +202,12 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         "triton_kernels.py": wrapper.render(
             "triton.py.j2",
             header=head["triton"],
-            helpers=triton.helpers(single),
+            helpers=sorted({*(triton.helpers(single) if single or not helpers else ()), *helpers}),
             kernels=kernels.functions,
             tiles=tiles,
             registers=limits,
+            panels=panels,
+            dense=dense,
         ),
         "kernels.cpp": wrapper.render(
             "cpp.cpp.j2", header=re.sub("^#", "//", head["cpp"], flags=re.M), kernels=list(cpp_kernels.values())
@@ -230,7 +247,7 @@ def _variant_row(
         host_states=program.host_states,
         init=dict(starts),
         temps=[_temp_row(c.fast, b) for b in c.fast.temps],
-        stages=_stage_rows(c.fast, name) if len(c.fast.stages) > 1 else [],
+        stages=_stage_rows(c.fast, kernel) if len(c.fast.stages) > 1 else [],
     )
 
 
