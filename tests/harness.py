@@ -55,11 +55,19 @@ def _module(path: Path, text: str) -> ModuleType:
     return module
 
 
+def only(s: Schedule | Step) -> Schedule:
+    """The schedule of a step that is one kernel."""
+    if isinstance(s, Schedule):
+        return s
+    (stage,) = s.stages
+    return stage.schedule
+
+
 class Pair:
     """The reference and the kernel of one schedule, and a set of buffers for each."""
 
-    def __init__(self, spec: Spec, s: Schedule, folder: Path, *, kernels: Schedule | None = None) -> None:
-        kernels = kernels or s
+    def __init__(self, spec: Spec, s: Schedule | Step, folder: Path, *, kernels: Schedule | Step | None = None) -> None:
+        s, kernels = only(s), only(kernels or s)
         self.spec, self.schedule, self.kernels = spec, s, kernels
         names = "Blocks, block_max, block_min, quotient, rotl, scalars, sqrt"
         text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
@@ -189,4 +197,4 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-__all__ = ["Pair", "compiled", "plan_of", "same_bits", "schedule", "spec_of"]
+__all__ = ["Pair", "compiled", "only", "plan_of", "same_bits", "schedule", "spec_of"]

@@ -24,9 +24,10 @@ from optgen.driver import emit, judge, targets
 from optgen.driver.emit import Compiled, compile_case, unpack_of
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
+from optgen.ir.node import postorder
 from optgen.lang.spec import Spec
-from optgen.ops import dtypes
-from optgen.runtime import native
+from optgen.ops import dtypes, spaces
+from optgen.runtime import layout, native
 from optgen.runtime.keys import step_key, stream_key
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
@@ -54,6 +55,19 @@ class Cell:
     def __str__(self) -> str:
         words = [self.spec, self.plan, self.param, *(name if on else f"no_{name}" for name, on in self.flags)]
         return "-".join(words + ["small"] * self.small)
+
+
+def spaces_of(spec: str) -> set[str]:
+    """The names of all spaces in which a rule computes, under any flags."""
+    found = spec_of(spec)
+    traces = [found.trace(setting) for setting in found.settings()]
+    return {n.space.name for t in traces for n in postorder([t.p, *t.states.values()])}
+
+
+@cache
+def reduces(spec: str) -> bool:
+    """Whether a rule's values reach further than their element: its step takes several kernels."""
+    return not spaces_of(spec) <= {"host", "elem"}
 
 
 def settings_of(spec: str) -> list[tuple[tuple[str, bool], ...]]:
@@ -113,6 +127,13 @@ def flags_of(cell: Cell) -> dict[str, bool]:
     return {f.name: f.default for f in spec_of(cell.spec).flags} | dict(cell.flags)
 
 
+def at_shape(cell: Cell, shape: Sequence[int]) -> Cell:
+    """The cell that a tensor of that shape falls into: its shape flags as the shape says."""
+    spec, flags = spec_of(cell.spec), dict(flags_of(cell))
+    flags |= {f.name: bool(f.shape(tuple(shape))) for f in spec.flags if f.shape is not None}
+    return replace(cell, flags=tuple((f.name, flags[f.name]) for f in spec.flags if flags[f.name] != f.default))
+
+
 def hypers_of(cell: Cell, **wanted: Any) -> dict[str, Any]:
     """Hyper-parameters under which the cell's derived flags are what the cell says; `wanted` where they exist."""
     spec, flags = spec_of(cell.spec), flags_of(cell)
@@ -168,7 +189,7 @@ def build(cell: Cell) -> Built:
     schedules = [*(x.schedule for x in compiled.strict.stages), compiled.decode, compiled.encode]
     lines = ["import math", "import torch", "from optgen.runtime.scalars import divide, exp, floor, log, power, root"]
     lines += [f"from optgen.runtime.eager import {', '.join(reference.needs(schedules))}"]
-    lines += host.scalars_function(compiled.strict.program, unpack_of(spec), "scalars_of_step")
+    lines += host.scalars_function(emit._host(compiled.strict), unpack_of(spec), "scalars_of_step")
     lines += reference.step_function(compiled.strict, "step")
     lines += reference.decode_function(compiled.decode, "decode")
     lines += reference.encode_function(compiled.encode, "encode")
@@ -209,7 +230,7 @@ class Run:
         names = [b.name for b in self.built.compiled.strict.program.buffers]
         tensors = [g if name == "g" else self.buffers[name] for name in names]
         values = self.scalars()
-        count = len(self.built.compiled.strict.program.host)
+        count = len(self.built.compiled.strict.host)
         self.steps += 1
         self.built.step(*tensors, *values[:count], step_key(self.seed, self.steps), self.stream)
         self.host_states = dict(zip(self.host_states, values[count:], strict=True))
@@ -217,7 +238,9 @@ class Run:
     def decoded(self) -> dict[str, Tensor]:
         """The fp32 weight under "p" and the fp32 states."""
         names = [b.name for b in self.built.compiled.decode.program.buffers if b.reads]
-        return self.built.decode(*(self.buffers[name] for name in names))
+        return self.built.decode(*(self.buffers[name] for name in names)) | {
+            name: self.buffers[name].float() for name in small_states(self.built)
+        }
 
     @property
     def options(self) -> dict[str, Any]:
@@ -269,22 +292,33 @@ class Oracle:
         )
 
 
+def small_states(built: Built) -> dict[str, str]:
+    """State -> space of those that are kept per row, column or tensor, as they are."""
+    present = built.spec.present(flags_of(built.cell))
+    return {s.name: s.space.name for s in present if s.space.name in spaces.SMALL}
+
+
 def fresh(built: Built, weight: Tensor) -> dict[str, Tensor]:
     """What a new optimizer stores for this weight: as the runtime starts its fields."""
     rounded = weight.to(getattr(torch, built.cell.param))
     values = {"p": rounded.float()}
-    starts = {"p"}
+    starts, few = {"p"}, small_states(built)
     for decl in built.spec.present(flags_of(built.cell)):
         if decl.init == "param":
             values[decl.name] = rounded.float()
         else:
-            values[decl.name] = torch.full(rounded.shape, float(decl.init))
+            shape = rounded.shape if decl.space.name == "elem" else (1,)
+            values[decl.name] = torch.full(shape, float(decl.init))
         if decl.init != 0.0:
             starts.add(decl.name)
     encoded = built.encode(values)
     out = {}
     for b in built.compiled.strict.program.buffers:
         if b.role == "grad":
+            continue
+        if b.owner in few:
+            shape = layout.small_shape(few[b.owner], weight.shape)
+            out[b.name] = torch.full(shape, values[b.owner].item(), dtype=getattr(torch, b.dtype.torch))
             continue
         out[b.name] = encoded[b.name].clone().contiguous()
         if b.owner not in starts:
@@ -302,26 +336,36 @@ def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 SHAPES = ((331,), (3, 70))  # more than one tile with a tail; rows that end within a block
+REDUCED = ((2, 3, 35), (4, 3, 3, 3))  # also for rules that reduce: matrices and rows that end within a block
 
 
-def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = SHAPES, steps: int = 2) -> list[Report]:
+def fitting(cell: Cell, shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The shapes of which a tensor falls into the cell."""
+    return [shape for shape in shapes if at_shape(cell, shape) == cell]
+
+
+def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = (), steps: int = 2) -> list[Report]:
     """Compiles a cell and runs it: strict kernels and reference bit for bit, each step against its bound.
 
-    Asserts the first and returns the reports of the second.  Needs a process that interprets Triton kernels.
+    Asserts the first and returns the reports of the second.  Needs a process that interprets Triton kernels.  A step
+    of several stages is run by the reference alone.
     """
     built = build(cell)
-    pair = Pair(built.spec, built.compiled.strict, folder)
+    several = len(built.compiled.strict.stages) > 1
+    pair = None if several else Pair(built.spec, built.compiled.strict, folder)
     draw = torch.Generator().manual_seed(zlib.crc32(str(cell).encode()))
     reports = []
-    for shape in shapes:
+    for shape in shapes or fitting(cell, SHAPES + REDUCED * several):
         run = Run(built, torch.randn(shape, generator=draw), lr=1e-2, weight_decay=1e-2)
         for _ in range(steps):
             size = 10.0 ** float(torch.randint(-6, 1, (), generator=draw))
             g = (torch.randn(shape, generator=draw) * size).to(getattr(torch, cell.param))
             step, key, options = run.steps + 1, step_key(run.seed, run.steps + 1), run.hypers | run.host_states
-            twins = {"triton": run.copy().buffers}
-            pair.run_triton(twins["triton"], g, step, key, run.stream, **options)
-            if native.compiler() is not None:
+            twins = {}
+            if pair is not None:
+                twins["triton"] = run.copy().buffers
+                pair.run_triton(twins["triton"], g, step, key, run.stream, **options)
+            if pair is not None and native.compiler() is not None:
                 twins["cpp"] = run.copy().buffers
                 pair.run_cpp([(twins["cpp"], g, run.stream)], step, key, **options)
             reports.append(run.checked(g))

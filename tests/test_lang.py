@@ -50,8 +50,10 @@ from optgen.lang import (
 from optgen.lang.declare import conditions
 from optgen.lang.plain import plain_formulas
 from optgen.lang.probe import Run
+from optgen.lang.spec import start
 from optgen.lang.symbolic import formulas, latex, recurrence
 from optgen.ops import spaces
+from optgen.ops.prims import REDUCTIONS
 
 SPECS = Path(__file__).parent.parent / "specs"
 NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans"))
@@ -462,11 +464,18 @@ def by_part(spec: Spec, hypers: dict[str, Any]) -> dict[str, float]:
     return out
 
 
-def random_states(spec: Spec, setting: dict[str, bool], n: int) -> dict[str, torch.Tensor]:
+def shape_of(spec: Spec, setting: dict[str, bool], shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The first of the shapes that has these shape flags."""
+    flags = [f for f in spec.flags if f.shape is not None]
+    return next(s for s in shapes if all(bool(f.shape(s)) == setting[f.name] for f in flags if f.shape))
+
+
+def random_states(spec: Spec, setting: dict[str, bool], shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(7)
     out = {}
     for s in spec.present(setting):
-        x = torch.randn(n, dtype=torch.float64, generator=made)
+        size = start(s, torch.zeros(shape)).shape
+        x = torch.randn(size, dtype=torch.float64, generator=made)
         out[s.name] = x * x + 0.01 if s.nonneg else 0.1 * x
     return out
 
@@ -475,23 +484,30 @@ def random_states(spec: Spec, setting: dict[str, bool], n: int) -> dict[str, tor
 def test_the_trace_computes_what_the_function_does(case: tuple[str, dict[str, bool]]) -> None:
     """IR, interpreted in Python floats, against the author's function called on fp64 tensors."""
     name, setting = case
-    spec, n = spec_of(name), 6
-    hypers, states = random_scalars(spec, setting), random_states(spec, setting, n)
-    p, g = torch.randn(2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    spec = spec_of(name)
+    shape = shape_of(spec, setting, [(3, 4), (12,), (1, 3, 4)])
+    hypers, states = random_scalars(spec, setting), random_states(spec, setting, shape)
+    p, g = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
     host = {s.name: 0.3 for s in spec.present_host(setting)}
     trace = spec.trace(setting)
+    flat = {k: v.expand(shape).flatten().tolist() for k, v in ({"p": p, "g": g} | states).items()}
     for t in (1, 2, 1000):
         new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
-        run = Run(tuple(zip(p.tolist(), g.tolist(), strict=True)), n)
+        run = Run(tuple(zip(flat["p"], flat["g"], strict=True)), shape[-1])
         roots: dict[str, Node] = {"p": trace.p, **trace.states, **trace.host_states}
-        kept = {"p": p.tolist(), "g": g.tolist()} | {k: v.tolist() for k, v in states.items()}
-        values = run.values(list(roots.values()), by_part(spec, hypers) | host | {"step": float(t)}, kept)
+        values = run.values(list(roots.values()), by_part(spec, hypers) | host | {"step": float(t)}, flat)
         for key, expected in {"p": new_p, **new_states}.items():
-            got = torch.tensor(values[roots[key].uid], dtype=torch.float64)
-            torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-15)
+            got = torch.tensor(values[roots[key].uid], dtype=torch.float64).view(shape)
+            # A sum of a dozen terms, in another order, on the way.
+            torch.testing.assert_close(got, expected.expand(shape), rtol=1e-13, atol=1e-15)
         for key, number in new_host.items():
             assert values[roots[key].uid][0] == pytest.approx(number, rel=1e-14)
+
+
+# Formulas are tried on one element, which is its own sum and maximum.
+ONE_ELEMENT = dict.fromkeys(REDUCTIONS, lambda x: x)
+ALONE = {"rows": 1.0, "columns": 1.0, "elements": 1.0}
 
 
 @pytest.mark.parametrize("case", SETTINGS, ids=setting_id)
@@ -499,16 +515,17 @@ def test_the_formulas_compute_what_the_function_does(case: tuple[str, dict[str, 
     """SymPy's formulas, line by line, against the author's function called on fp64 numbers."""
     name, setting = case
     spec = spec_of(name)
-    hypers, states = random_scalars(spec, setting), random_states(spec, setting, 1)
+    shape = shape_of(spec, setting, [(1,), (1, 1), (1, 1, 1)])
+    hypers, states = random_scalars(spec, setting), random_states(spec, setting, shape)
     free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
     host = {s.name: 0.3 for s in spec.present_host(setting)}
-    p, g, t = torch.tensor([0.4], dtype=torch.float64), torch.tensor([-0.7], dtype=torch.float64), 12
+    p, g, t = torch.full(shape, 0.4, dtype=torch.float64), torch.full(shape, -0.7, dtype=torch.float64), 12
     new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
-    known: dict[str, float] = by_part(spec, hypers) | {"g": g.item(), "t": float(t), "p_{t-1}": p.item()}
+    known: dict[str, float] = by_part(spec, hypers) | {"g": g.item(), "t": float(t), "p_{t-1}": p.item()} | ALONE
     known |= {f"{k}_{{t-1}}": v.item() for k, v in states.items()} | {f"{k}_{{t-1}}": v for k, v in host.items()}
     for symbol, expr in formulas(spec, setting):
         symbols = sorted(expr.free_symbols, key=lambda s: s.name)
-        compute = sympy.lambdify(symbols, expr, "math")
+        compute = sympy.lambdify(symbols, expr, [ONE_ELEMENT, "math"])
         known[symbol] = float(compute(*(known[s.name] for s in symbols)))
     for key, expected in {"p": new_p, **new_states}.items():
         assert known[f"{key}_t"] == pytest.approx(expected.item(), rel=1e-13)
@@ -524,16 +541,17 @@ def test_the_plain_formulas_compute_what_the_function_does(case: tuple[str, dict
     """The docstring's lines are Python but for x', x[t] and x[t-1]: they are run against the author's function."""
     name, setting = case
     spec = spec_of(name)
-    hypers, states = random_scalars(spec, setting), random_states(spec, setting, 1)
+    shape = shape_of(spec, setting, [(1,), (1, 1), (1, 1, 1)])
+    hypers, states = random_scalars(spec, setting), random_states(spec, setting, shape)
     free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
     host = {s.name: 0.3 for s in spec.present_host(setting)}
-    p, g, t = torch.tensor([0.4], dtype=torch.float64), torch.tensor([-0.7], dtype=torch.float64), 12
+    p, g, t = torch.full(shape, 0.4, dtype=torch.float64), torch.full(shape, -0.7, dtype=torch.float64), 12
     new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
-    known: dict[str, Any] = by_part(spec, hypers) | {"g": g.item(), "t": float(t), "p_old": p.item()}
+    known: dict[str, Any] = by_part(spec, hypers) | {"g": g.item(), "t": float(t), "p_old": p.item()} | ALONE
     known |= {f"{k}_old": v.item() for k, v in states.items()} | {f"{k}_old": v for k, v in host.items()}
     for line in plain_formulas(spec, setting):
         text = line.replace("[t-1]", "_old").replace("[t]", "_new").replace("'", "_")
-        exec(text, PLAIN | {"__builtins__": {"max": max, "min": min, "abs": abs}}, known)
+        exec(text, PLAIN | ONE_ELEMENT | {"__builtins__": {"max": max, "min": min, "abs": abs}}, known)
     for key, expected in {"p": new_p, **new_states}.items():
         assert known[f"{key}_new"] == pytest.approx(expected.item(), rel=1e-13)
     for key, number in new_host.items():
@@ -590,27 +608,60 @@ def test_latex_names() -> None:
 # -- recurrences
 
 EMA, SUM, MAX, PREVIOUS = "ema", "sum", "max", "previous"
+LATE_DECAY = 1 - (10.0**9) ** -0.8  # Adafactor's, late in training
 RECURRENCES = {
     "adabelief": {"exp_avg": (EMA, 0.9), "exp_avg_var": (EMA, 0.999)},
     "adadelta": {"square_avg": (EMA, 0.9), "acc_delta": (EMA, 0.9)},
     "adagrad": {"sum": (SUM, 1.0)},
+    "adafactor": {"row_var": (EMA, LATE_DECAY), "col_var": (EMA, LATE_DECAY), "variance": (EMA, LATE_DECAY)},
+    "adafactor_paper": {
+        "exp_avg": (EMA, 0.7),
+        "exp_avg_sq": (EMA, LATE_DECAY),
+        "exp_avg_sq_row": (EMA, LATE_DECAY),
+        "exp_avg_sq_col": (EMA, LATE_DECAY),
+    },
     "adam": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0)},
+    "adam_mini": {"m": (EMA, 0.9), "vmean_row": (EMA, 0.999), "vmean": (EMA, 0.999)},
     "adamax": {"exp_avg": (EMA, 0.9), "exp_inf": (MAX, 0.999)},
     "adamw": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0)},
     "adan": {"exp_avg": (EMA, 0.98), "exp_avg_diff": (EMA, 0.92), "exp_avg_sq": (EMA, 0.99), "prev_grad": (PREVIOUS,)},
     "ademamix": {"exp_avg": (EMA, 0.9), "exp_avg_slow": (EMA, 0.9999), "exp_avg_sq": (EMA, 0.999)},
     "adopt": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.9999)},
+    "came": {
+        "exp_avg": (EMA, 0.9),
+        "exp_avg_sq": (EMA, 0.999),
+        "exp_avg_sq_row": (EMA, 0.999),
+        "exp_avg_sq_col": (EMA, 0.999),
+        "exp_avg_res_row": (EMA, 0.9999),
+        "exp_avg_res_col": (EMA, 0.9999),
+    },
+    "cautious_adamw": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
+    "cautious_lion": {"exp_avg": (EMA, 0.99)},
+    "fromage": {},
     "grams": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
+    "lamb": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
     "laprop": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
+    "lars": {"momentum_buffer": (EMA, 0.9)},
     "lion": {"exp_avg": (EMA, 0.99)},
     "madgrad": {"grad_sum_sq": (SUM, 1.0), "s": (SUM, 1.0), "x0": ("constant",)},
+    "mars": {"exp_avg": (EMA, 0.95), "exp_avg_sq": (EMA, 0.99), "last_grad": (PREVIOUS,)},
     "nadam": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
+    "novograd": {"exp_avg": (EMA, 0.95), "exp_avg_sq": (EMA, 0.98)},
+    "orthograd": {"momentum_buffer": (EMA, 0.7)},
     "radam": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
     "rmsprop": {"square_avg": (EMA, 0.99), "grad_avg": (EMA, 0.99), "momentum_buffer": (EMA, 0.7)},
     "rprop": {"prev": (PREVIOUS,), "step_size": ("multiplicative",)},
     "sgd": {"momentum_buffer": (EMA, 0.7)},
     "sgdw": {"momentum_buffer": (EMA, 0.7)},
     "signum": {"momentum_buffer": (EMA, 0.7)},
+    # The largest of a row of minima: no decay, and no one old value that it could be one of.
+    "sm3": {
+        "accumulator": (SUM, 1.0),
+        "accumulator_row": ("other",),
+        "accumulator_col": ("other",),
+        "momentum_buffer": (EMA, 0.7),
+    },
+    "stable_adamw": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.99)},
     "tiger": {"exp_avg": (EMA, 0.965)},
     "yogi": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (SUM, 1.0)},
 }
@@ -619,13 +670,13 @@ RECURRENCES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_recurrences(name: str) -> None:
     spec = spec_of(name)
-    setting = spec.settings()[-1]
     found: dict[str, tuple[Any, ...]] = {}
-    for s in spec.present(setting):
-        r = recurrence(spec, setting, s.name)
-        parts = {"momentum": 0.7} if any(f.nonzero for f in spec.flags) else {}
-        decay = () if r.decay is None else (pytest.approx(r.decay_at(spec, **parts)),)
-        found[s.name] = (r.kind, *decay)
+    for setting in spec.settings():
+        parts = {f.nonzero: 0.7 for f in spec.flags if f.nonzero and setting[f.name]}
+        for s in spec.present(setting):
+            r = recurrence(spec, setting, s.name)
+            decay = () if r.decay is None else (pytest.approx(r.decay_at(spec, **parts)),)
+            assert found.setdefault(s.name, (r.kind, *decay)) == (r.kind, *decay)
     assert found == RECURRENCES[name]
 
 
@@ -712,7 +763,8 @@ def test_specs_import_nothing_else(name: str) -> None:
     """A spec file stands on the language alone."""
     module = importlib.import_module(f"specs.{name}")
     homes = {getattr(v, "__module__", "") for k, v in vars(module).items() if callable(v) and k != name}
-    assert homes <= {"optgen.lang.declare", "optgen.lang.values", "optgen.lang.optimizer", "optgen.lang.policies"}
+    parts = ("declare", "values", "optimizer", "policies", "reductions")
+    assert homes <= {f"optgen.lang.{part}" for part in parts}
 
 
 def test_a_spec_needs_no_torch_and_no_sympy() -> None:

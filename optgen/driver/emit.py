@@ -299,7 +299,8 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         for h in spec.hypers
     )
     flags = tuple(
-        wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes, spec.shape_text(f)) for f in spec.flags
+        wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes, spec.shape_text(f), f.every)
+        for f in spec.flags
     )
     defaults = {d: p if p in plans else plans[0] for d, p in targets.DEFAULT_PLAN.items()}
     return wrapper.ClassRow(
@@ -315,7 +316,17 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         default_plan=defaults,
         formulas=tuple(let.line for let in spec.trace().lets),
         rebuild=f"optgen build {spec.name}",
+        evaluation=_evaluation(spec),
     )
+
+
+def _evaluation(spec: Spec) -> tuple[str, ...]:
+    """The author's function as a static method."""
+    if spec.evaluation is None:
+        return ()
+    head, *body = spec.evaluation.text.splitlines()
+    name = spec.evaluation.function.__name__
+    return ("@staticmethod", head.replace(f"def {name}(", "def evaluation(", 1), *body)
 
 
 def emit_class(spec: Spec, plans: tuple[str, ...]) -> str:

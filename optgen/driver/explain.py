@@ -14,12 +14,10 @@ from optgen.driver.project import Maths
 from optgen.driver.targets import Case
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, Storage
-from optgen.ir.node import postorder
 from optgen.ir.program import Program, Schedule, Step
 from optgen.ir.show import show, text
 from optgen.lang.spec import Spec
 from optgen.lower import lower
-from optgen.ops.prims import REDUCTIONS
 from optgen.verify import bounds, lint
 from optgen.verify.lint import Finding
 
@@ -178,9 +176,10 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
 
 
 def _sweeps(step: Step) -> Iterator[Pass]:
-    size = {b.name: b.bytes_per_param for b in step.program.buffers}
     for stage in step.sweeps:
         sweep = stage.schedule.sweep
+        buffers = stage.schedule.program.buffers
+        size = {b.name: b.bytes_per_param for b in buffers if b.space.name in ("elem", "block") and b.role != "partial"}
         yield Pass(
             {name: size[name] for name in sweep.reads if name in size},
             {s.buffer: size[s.buffer] for s in sweep.stores if s.buffer in size},
@@ -196,14 +195,12 @@ def why_last(step: Step) -> str:
     if len(step.stages) == 1:
         of = f" (and of its block of {program.block})" if program.block > 1 else ""
         return f"one sweep: every value depends on values of its own element{of} only"
-    users = []
-    for let in program.body:
-        inside = [n for n in postorder([let.node]) if n.op in REDUCTIONS]
-        if inside and let.loc is not None and any(n is let.node or n in let.node.args for n in inside):
-            users.append(f"{let.name} ({let.loc.short}) needs {', '.join(dict.fromkeys(n.op for n in inside))}")
+    first = [f"sweep {k} is for {s.why}" for k, s in enumerate(step.sweeps, 1) if s.schedule.partials or count > k]
     early = f"; {' and '.join(step.early)} stored early and read back: fewer bytes than computing it again"
     sweeps = "1 sweep and work on what it reduces" if count == 1 else f"{count} sweeps"
-    return f"{sweeps}: " + "; ".join(users[:4]) + (early if step.early else "")
+    return f"{sweeps}: what depends on many elements waits for all of them; {'; '.join(first)}" + (
+        early if step.early else ""
+    )
 
 
 # -- show

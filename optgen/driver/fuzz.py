@@ -34,6 +34,7 @@ from optgen.driver.project import Maths
 from optgen.formats.plan import Plan
 from optgen.lang.declare import HyperDecl
 from optgen.lang.spec import Spec
+from optgen.runtime import layout
 from optgen.verify.differential import Report, Trial, Worst
 from optgen.verify.intervals import FAST, STRICT
 
@@ -157,7 +158,8 @@ def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: st
     if example.state_scale is not None:
         for s in spec.present(flags):
             scale = 2 * example.state_scale if s.nonneg and abs(example.state_scale) < 19 else example.state_scale
-            states[s.name] = _numbers(example, scale, generator, nonneg=s.nonneg)
+            shape = layout.value_shape(s.space.name, torch.Size(example.shape))
+            states[s.name] = _numbers(replace(example, shape=shape), scale, generator, nonneg=s.nonneg)
     trial = Trial(
         cls, spec, p, states, dtype=getattr(torch, example.dtype), plan=plan.name, backend=backend,
         seed=example.seed, step=example.start, options=options, model=FAST if _is_fast(backend, maths) else STRICT,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from optgen.base.loc import Loc
-from optgen.ir.node import Node
+from optgen.ir.node import Node, postorder
 from optgen.ops import spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
@@ -169,8 +169,14 @@ class Stage:
         return self.schedule.program.space
 
     @property
+    def call(self) -> str:
+        """The function of whole matrices that the stage is; "" for a kernel."""
+        found = (n.attr for s in self.schedule.sweep.stores for n in postorder([s.node]) if n.op == "call")
+        return str(next(found, ""))
+
+    @property
     def is_sweep(self) -> bool:
-        return self.space == spaces.elem
+        return self.space == spaces.elem and not self.call
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The language of specs and storage formats."""
 
+from optgen.lang.compose import clipped, lookahead
 from optgen.lang.declare import (
     FlagDecl,
     HostStateDecl,
@@ -8,6 +9,7 @@ from optgen.lang.declare import (
     col,
     flag,
     hyper,
+    model_state,
     nonneg,
     row,
     scalar,
@@ -15,20 +17,26 @@ from optgen.lang.declare import (
     state,
     tensor_state,
 )
+from optgen.lang.matrices import newton_schulz
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
     amax,
     col_max,
     col_mean,
     col_sum,
+    columns_of,
     dot,
     mat_mean,
     mean,
+    model_dot,
+    model_norm,
+    model_total,
     norm,
     rms,
     row_max,
     row_mean,
     row_sum,
+    rows_of,
     total,
 )
 from optgen.lang.spec import Spec, Trace
@@ -62,10 +70,12 @@ __all__ = [
     "amax",
     "cbrt",
     "clip",
+    "clipped",
     "col",
     "col_max",
     "col_mean",
     "col_sum",
+    "columns_of",
     "dot",
     "equal",
     "exp",
@@ -73,10 +83,16 @@ __all__ = [
     "floor",
     "hyper",
     "log",
+    "lookahead",
     "mat_mean",
     "maximum",
     "mean",
     "minimum",
+    "model_dot",
+    "model_norm",
+    "model_state",
+    "model_total",
+    "newton_schulz",
     "nonneg",
     "norm",
     "optimizer",
@@ -87,6 +103,7 @@ __all__ = [
     "row_max",
     "row_mean",
     "row_sum",
+    "rows_of",
     "rsqrt",
     "scalar",
     "shape_flag",

@@ -10,12 +10,13 @@ from optgen.lang.spec import Spec
 
 INFIX = {
     # op -> (spelling, how tightly it binds, whether a right operand that binds as tightly needs parentheses)
-    "or": ("|", 1, False), "xor": ("^", 1, True), "and": ("&", 2, False),
-    "lt": ("<", 3, True), "le": ("<=", 3, True), "eq": ("==", 3, True), "ne": ("!=", 3, True),
-    "add": ("+", 4, True), "sub": ("-", 4, True), "mul": ("*", 5, True), "div": ("/", 5, True),
+    # As in Python, where comparisons bind less than & and |.
+    "lt": ("<", 1, True), "le": ("<=", 1, True), "eq": ("==", 1, True), "ne": ("!=", 1, True),
+    "or": ("|", 2, False), "xor": ("^", 3, True), "and": ("&", 4, False),
+    "add": ("+", 5, True), "sub": ("-", 5, True), "mul": ("*", 6, True), "div": ("/", 6, True),
 }  # fmt: skip
 CALLS = {"max": "max", "min": "min", "abs": "abs"}
-PREFIX, POWER, ATOM = 6, 7, 8
+PREFIX, POWER, ATOM = 7, 8, 9
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def _infix(node: Node, parts: list[tuple[str, int]]) -> tuple[str, int]:
     if node.op in ("lt", "le") and node.args[0].op == "const":
         mark, parts = mark.replace("<", ">"), parts[::-1]  # t > 1 rather than 1 < t
     (left, a), (right, b) = parts
-    left = left if a >= binds else f"({left})"
+    left = left if a > binds or a == binds > 1 else f"({left})"  # a < b < c would mean something else
     right = right if b > binds or b == binds and not strict else f"({right})"
     return (f"{left} {mark} {right}", binds)
 

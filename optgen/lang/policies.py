@@ -6,7 +6,7 @@ gradient that every later line sees, the others change the weight.
 
 from __future__ import annotations
 
-from optgen.lang.values import Num, maximum, where
+from optgen.lang.values import Num, maximum, sqrt, where
 
 
 def l2(g: Num, p: Num, weight_decay: Num) -> Num:
@@ -35,6 +35,17 @@ def schedule_of(lr: Num, peak_lr: Num) -> Num:
     In the place of lr in `decoupled` it makes the decay follow the schedule alone, whatever the size of lr.
     """
     return lr / maximum(peak_lr, 1e-30)
+
+
+def adamw_step(
+    p: Num, g: Num, t: Num, m: Num, v: Num, lr: Num, betas: tuple[Num, Num], eps: Num, weight_decay: Num
+) -> tuple[Num, Num, Num]:
+    """(p, m, v) after a step of AdamW, for the parameters that a rule for matrices leaves to it."""
+    beta1, beta2 = betas
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    denom = sqrt(v) / sqrt(1 - beta2**t) + eps
+    return decoupled(p, lr, weight_decay) - lr / (1 - beta1**t) * m / denom, m, v
 
 
 def heavy_ball(buffer: Num, g: Num, t: Num, momentum: Num, dampening: Num) -> Num:

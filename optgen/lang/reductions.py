@@ -16,6 +16,7 @@ from optgen.ops.spaces import Space
 
 # What a reduction may be given, and how many entries of it fall on one result: products of extents.
 _BELOW = {"row": ("elem",), "col": ("elem",), "mat": ("elem", "row", "col"), "tensor": ("elem", "row", "col", "mat")}
+_BELOW["model"] = (*_BELOW["tensor"], "tensor")
 
 
 def _reduce(op: str, x: Num, function: str) -> Any:
@@ -114,3 +115,37 @@ def norm(x: Num) -> Num:
 def dot(a: Num, b: Num) -> Num:
     """The inner product over the whole tensor."""
     return _reduce("tensor_sum", a * b, "dot")
+
+
+def model_total(x: Num) -> Num:
+    """The sum over all parameters that have a gradient, of every group of the optimizer."""
+    return _reduce("model_sum", x, "model_total")
+
+
+def model_norm(x: Num) -> Num:
+    """The Euclidean norm over all parameters that have a gradient."""
+    return sqrt(_reduce("model_sum", x * x, "model_norm"))
+
+
+def model_dot(a: Num, b: Num) -> Num:
+    """The inner product over all parameters that have a gradient."""
+    return _reduce("model_sum", a * b, "model_dot")
+
+
+def rows_of(p: Num) -> Num:
+    """How many rows the matrices of the last two dimensions have."""
+    return _count_of(p, "rows")
+
+
+def columns_of(p: Num) -> Num:
+    """How many columns the matrices of the last two dimensions have."""
+    return _count_of(p, "columns")
+
+
+def _count_of(p: Num, name: str) -> Any:
+    if isinstance(p, Value):
+        return _extent(p, name)
+    if hasattr(p, "shape"):
+        sizes = p.shape[-2:] if len(p.shape) >= 2 else (1, *p.shape, 1)[:2]
+        return p.new_tensor(float(sizes[0 if name == "rows" else 1]))
+    return getattr(reader_of(p), name)(p)

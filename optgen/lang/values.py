@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from optgen.base import loc as locs
@@ -348,6 +349,10 @@ class MathReader:
         raise AttributeError(name)
 
 
+PRECISION: ContextVar[Any] = ContextVar("PRECISION", default=None)
+"""The torch dtype in which a spec is being evaluated, for numbers that meet no tensor; None elsewhere."""
+
+
 class TorchReader:
     """Computes with tensors, in their own dtype; integers are int32 and wrap."""
 
@@ -415,10 +420,11 @@ class TorchReader:
         if isinstance(c, bool):
             return a if c else b
         if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
-            # A condition does not know what precision it came from: two numbers that f32 holds exactly are
-            # given as f32, which any arithmetic widens without loss; others keep their fp64 value.
+            # A condition does not know what precision it came from.  Where nobody says, two numbers that f32 holds
+            # exactly are given as f32, which any arithmetic widens without loss; others keep their fp64 value.
             exact = all(torch.tensor(x, dtype=torch.float32).item() == x for x in (a, b))
-            a = torch.tensor(a, dtype=torch.float32 if exact else torch.float64, device=c.device)
+            dtype = PRECISION.get() or (torch.float32 if exact else torch.float64)
+            a = torch.tensor(a, dtype=dtype, device=c.device)
         return torch.where(c, *self._pair(a, b))
 
     def _lshr(self, x: Any, k: int) -> Any:

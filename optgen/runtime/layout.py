@@ -41,6 +41,11 @@ def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
     return rows, -(-columns // field.per)
 
 
+def value_shape(space: str, shape: torch.Size) -> tuple[int, ...]:
+    """Shape of the fp32 values of a state in that space, for a parameter of that shape."""
+    return tuple(shape) if space == "elem" else small_shape(space, shape)
+
+
 def small_shape(space: str, shape: torch.Size) -> tuple[int, ...]:
     """Shape of one value per row, column or matrix of the last two dimensions, or per tensor: it broadcasts."""
     if space in ("tensor", "model"):

@@ -112,7 +112,7 @@ def as_int(value: object) -> int | None:
 @dataclass(frozen=True)
 class Flag:
     """A switch: a constructor argument; or (`nonzero` given) true iff that hyper-parameter is not 0; or (`shape` given)
-    what the function says of a parameter's shape.
+    what the function says of a parameter's shape; or (`every` given) true at the multiples of that hyper-parameter.
 
     needs, excludes  hyper-parameters that must not be 0, or must be 0, where the flag is on
     """
@@ -123,11 +123,12 @@ class Flag:
     needs: str | None = None
     excludes: str | None = None
     shape: Callable[[tuple[int, ...]], bool] | None = None
+    every: str | None = None
 
     @property
     def derived(self) -> bool:
         """Whether no constructor argument sets it."""
-        return self.nonzero is not None or self.shape is not None
+        return self.nonzero is not None or self.shape is not None or self.every is not None
 
     def check(self, group: Mapping[str, Any], owner: str) -> None:
         """ValueError where the flag is on without a hyper-parameter that it needs, or with one that it excludes."""
@@ -261,6 +262,11 @@ class Variant:
         if kernel and self.kernel_host is not None and self.kernel_scalars is not None:
             return self.kernel_host, len(self.kernel_scalars)
         return self.host, len(self.scalars)
+
+    @cached_property
+    def model_temps(self) -> tuple[str, ...]:
+        """Sums over the model that the step needs, in order."""
+        return tuple(t.name for t in self.temps if t.space == "model" and t.reduction)
 
     @cached_property
     def states(self) -> tuple[str, ...]:

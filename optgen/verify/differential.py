@@ -12,21 +12,27 @@ by element, from nothing but the spec, the plan and the values before the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from optgen import passes
 from optgen.formats.blocked import Blocked
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Master
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Storage
+from optgen.ir.node import Node, postorder
 from optgen.lang.spec import Spec
+from optgen.lang.values import equal, reader_of
+from optgen.lower import lower
 from optgen.ops.dtypes import FROM_TORCH, DType
+from optgen.ops.prims import REDUCTIONS
 from optgen.runtime import checkpoint, layout
 from optgen.verify import bounds
 from optgen.verify.intervals import F32_UNIT, FAST_UNITS, STRICT, Interval, Model
@@ -40,7 +46,7 @@ LARGEST = {"f32": (2 - 2.0**-23) * 2.0**127, "bf16": (2 - 2.0**-7) * 2.0**127, "
 class Values:
     """A parameter between two steps, as enclosures: points where the decoded values are known.
 
-    p, states   of the parameter's shape; only the states that are on
+    p, states   of the parameter's shape, or of one value per row, column or tensor; only the states that are on
     host        host states; step: how many steps were made
     """
 
@@ -88,19 +94,139 @@ def enclose(
             number, not an interval
     """
     model = before.p.model
+    shape = before.p.shape
     gradient = Interval.point(g.float(), model)
     p, states, host = spec.evaluate(before.p, gradient, before.step + 1, before.states, before.host, **hypers)
-    new: dict[str, Interval] = {}
-    for name in sorted(states, key=lambda s: storage.states[s].relative):  # what others are relative to comes first
-        fmt, root = storage.states[name], None
-        if fmt.relative:
-            base = next(s.normalized_by for s in spec.states if s.name == name)
-            assert base is not None
-            found = new[base] if kept is None else Interval.point(kept[base], model)
-            root = _root(found)
-        shape = before.p.shape
-        new[name] = stored(fmt, _full(states[name], shape), root)
-    return Values(stored_weight(storage, p), {k: new[k] for k in states}, host, before.step + 1)
+    flags = spec.flag_values(hypers, tuple(shape))
+    early = read_back(spec, storage, flags)
+    if early:
+        p, states = _with_read_back(spec, storage, before, gradient, hypers, flags, early, kept)
+    new = {name: _kept(spec, storage, name, states, shape, kept) for name in states}
+    return Values(stored_weight(storage, p), new, host, before.step + 1)
+
+
+def _kept(
+    spec: Spec,
+    storage: Storage,
+    name: str,
+    states: Mapping[str, Interval],
+    shape: torch.Size,
+    kept: Mapping[str, Tensor] | None,
+) -> Interval:
+    """What a state may read as after its new value was stored."""
+    decl, fmt, root = next(s for s in spec.states if s.name == name), storage.states[name], None
+    if fmt.relative:
+        base = decl.normalized_by
+        assert base is not None
+        if kept is None:
+            root = _root(_kept(spec, storage, base, states, shape, None))
+        else:
+            root = _root(Interval.point(kept[base], states[name].model))
+    return stored(fmt, _full(states[name], layout.value_shape(decl.space.name, shape)), root)
+
+
+# -- values that are stored before the last sweep that needs them
+
+_READ_BACK: dict[tuple[object, ...], tuple[str, ...]] = {}
+
+
+def read_back(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> tuple[str, ...]:
+    """The states (or "p") whose new value later sweeps of the same step take from where it was stored."""
+    trace = spec.trace(flags)
+    if not any(n.op in REDUCTIONS for n in postorder([trace.p, *trace.states.values()])):
+        return ()
+    formats = tuple((name, repr(fmt)) for name, fmt in storage.states.items())
+    key = (spec, tuple(sorted(flags.items())), storage.param.name, repr(storage.master), formats)
+    if key not in _READ_BACK:
+        _READ_BACK[key] = passes.step(lower(spec, flags, storage), "strict").early
+    return _READ_BACK[key]
+
+
+def _with_read_back(
+    spec: Spec,
+    storage: Storage,
+    before: Values,
+    gradient: Interval,
+    hypers: Mapping[str, Any],
+    flags: Mapping[str, bool],
+    early: tuple[str, ...],
+    kept: Mapping[str, Tensor] | None,
+) -> tuple[Interval, dict[str, Interval]]:
+    """New p and states, where what reads an early value may see it before it was stored or after."""
+    trace = spec.trace(flags)
+    roots = {"p": trace.p, **trace.states}
+    reading = Reading(before, gradient, _scalars(spec, before, hypers))
+    order = [n.uid for n in postorder(roots.values())]
+    for name in sorted(early, key=lambda name: order.index(roots[name].uid)):
+        exact = {k: reading(roots[k]) for k in roots}
+        if kept is not None:
+            again = Values.decoded({"p": kept["p"], name: kept[name]}, {}, 0, before.p.model)
+            after = again.p if name == "p" else again.states[name]
+        elif name == "p":
+            after = stored_weight(storage, exact["p"])
+        else:
+            after = _kept(spec, storage, name, exact, before.p.shape, None)
+        # An unknown end stays one: NaN wins in minimum and maximum.
+        lo, hi = torch.minimum(exact[name].lo, after.lo), torch.maximum(exact[name].hi, after.hi)
+        reading = reading.replacing(roots[name], Interval(lo, hi, before.p.model))
+    found = {name: reading.before_replacing(node) for name, node in roots.items()}
+    return found.pop("p"), found
+
+
+def _scalars(spec: Spec, before: Values, hypers: Mapping[str, Any]) -> dict[str, float]:
+    """Hyper-parameters by part, host states and the step."""
+    out: dict[str, float] = {**before.host, "step": before.step + 1}
+    for h in spec.hypers:
+        value = hypers.get(h.name, h.default)
+        out |= dict(zip(h.parts, value if isinstance(value, tuple) else (value,), strict=True))
+    return out | {h.name: before.host.get(h.name, h.init) for h in spec.host_states}
+
+
+class Reading:
+    """A trace's nodes read on intervals; host scalars are numbers."""
+
+    _OPERATORS: ClassVar[Mapping[str, Callable[..., Any]]] = {
+        "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "neg": operator.neg,
+        "abs": abs, "lt": operator.lt, "le": operator.le, "and": operator.and_, "or": operator.or_,
+        "xor": operator.xor, "not": lambda c: (not c) if isinstance(c, bool) else ~c,
+        "ne": lambda a, b: ~equal(a, b),
+    }  # fmt: skip
+
+    def __init__(self, before: Values, gradient: Interval, scalars: Mapping[str, float]) -> None:
+        self.loads = {"p": before.p, "g": gradient, **before.states}
+        self.scalars = scalars
+        self.shape = before.p.shape
+        self.replaced: dict[int, Interval] = {}
+        self.memo: dict[int, Any] = {}
+
+    def replacing(self, node: Node, value: Interval) -> Reading:
+        """The same, where what reads the node sees this value."""
+        other = Reading.__new__(Reading)
+        other.__dict__ |= self.__dict__
+        other.replaced, other.memo = {**self.replaced, node.uid: value}, {}
+        return other
+
+    def __call__(self, root: Node) -> Any:
+        for node in postorder([root]):
+            if node.uid not in self.memo:
+                self.memo[node.uid] = self.replaced.get(node.uid) or self.before_replacing(node)
+        return self.memo[root.uid]
+
+    def before_replacing(self, node: Node) -> Any:
+        """The node's own value, its operands replaced or not."""
+        if node.op == "load":
+            return self.loads[node.attr]
+        if node.op == "sym":
+            return self.scalars[node.attr]
+        if node.op == "const":
+            return node.attr
+        if node.op == "extent":
+            sizes = {"rows": self.shape[-2:-1], "columns": self.shape[-1:], "elements": self.shape}
+            return float(math.prod(sizes[node.attr]))
+        parts = [self(a) for a in node.args]
+        if node.op in self._OPERATORS:
+            return self._OPERATORS[node.op](*parts)
+        return getattr(reader_of(*parts), node.op)(*parts)
 
 
 def one_step_bound(
@@ -128,7 +254,7 @@ def one_step_bound(
 # -- what storing adds
 
 
-def _full(x: Interval, shape: torch.Size) -> Interval:
+def _full(x: Interval, shape: Sequence[int]) -> Interval:
     return Interval(x.lo.expand(shape), x.hi.expand(shape), x.model)
 
 

@@ -392,7 +392,7 @@ class _Reader:
     def pow(self, x: Interval, e: float) -> Interval:
         return x**e
 
-    # Sums in any order: n - 1 roundings of partial sums of magnitudes.  Dimensions stay, as on tensors.
+    # Dimensions stay, as on tensors; a vector is one row, whose columns are its elements.
     def row_sum(self, x: Interval) -> Interval:
         return _sum(x, (-1,))
 
@@ -403,25 +403,25 @@ class _Reader:
         return _sum(x, (-2, -1))
 
     def tensor_sum(self, x: Interval) -> Interval:
-        return _flat(_sum(x, tuple(range(x.lo.ndim))))
+        return _flat(_sum(x, tuple(range(-x.lo.ndim, 0))))
 
     def row_mean(self, x: Interval) -> Interval:
-        return _sum(x, (-1,)) / x.shape[-1]
+        return self.row_sum(x) / _terms(x, (-1,))
 
     def col_mean(self, x: Interval) -> Interval:
-        return _sum(x, (-2,)) / x.shape[-2]
+        return self.col_sum(x) / _terms(x, (-2,))
 
     def mat_mean(self, x: Interval) -> Interval:
-        return _sum(x, (-2, -1)) / (x.shape[-2] * x.shape[-1])
+        return self.mat_sum(x) / _terms(x, (-2, -1))
 
     def tensor_mean(self, x: Interval) -> Interval:
         return self.tensor_sum(x) / x.lo.numel()
 
     def row_max(self, x: Interval) -> Interval:
-        return self._monotone(x, lambda t: t.amax(-1, keepdim=True))
+        return self._monotone(x, lambda t: t.amax(-1, keepdim=True) if t.ndim else t)
 
     def col_max(self, x: Interval) -> Interval:
-        return self._monotone(x, lambda t: t.amax(-2, keepdim=True))
+        return self._monotone(x, lambda t: t.amax(-2, keepdim=True) if t.ndim > 1 else t)
 
     def tensor_max(self, x: Interval) -> Interval:
         return self._monotone(x, lambda t: t.amax())
@@ -431,11 +431,27 @@ class _Reader:
         return Interval(f(x.lo), f(x.hi), x.model)
 
 
+def _terms(x: Interval, dims: tuple[int, ...]) -> int:
+    return math.prod(x.shape[d] for d in dims if -d <= x.lo.ndim)
+
+
 def _sum(x: Interval, dims: tuple[int, ...]) -> Interval:
-    terms = math.prod(x.shape[d] for d in dims)
-    size = x.magnitude()
-    error = size.sum(dims, keepdim=True) * (terms * x.model.unit) + terms * x.model.tiny
-    return Interval(x.lo.sum(dims, keepdim=True) - error, x.hi.sum(dims, keepdim=True) + error, x.model)
+    """A sum in any order: at most n roundings of partial sums, none of which exceeds the sum of the magnitudes.
+
+    Terms that are all of one sign have a sum of that sign, however it is rounded.
+    """
+    dims = tuple(d for d in dims if -d <= x.lo.ndim)
+    if not dims:
+        return x
+    terms = _terms(x, dims)
+    size = x.magnitude().sum(dims, keepdim=True)
+    # n units are the first order of (1 + unit)^n - 1, which they exceed by less than this for any n below 2^23.
+    error = size * (terms * x.model.unit) * (1 + terms * x.model.unit) + terms * x.model.tiny
+    lo, hi = x.lo.sum(dims, keepdim=True), x.hi.sum(dims, keepdim=True)
+    low, high = torch.where(lo >= 0, (lo - error).clamp(min=0), lo - error), hi + error
+    high = torch.where(hi <= 0, high.clamp(max=0), high)
+    # Where a partial sum may overflow, the result may be Inf of either sign, or NaN.
+    return Interval(*_unknown(size + error > F32_LARGEST, low, high), x.model)
 
 
 def _flat(x: Interval) -> Interval:

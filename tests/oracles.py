@@ -1,0 +1,311 @@
+"""Optimizers that somebody else wrote, and papers' rules written out in plain torch: what specs are held against.
+
+An oracle is made from flags and hyper-parameters by constructor name, and steps one parameter of any shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+Step = Callable[[Tensor, Tensor, int, float], Tensor]  # (p, g, t, lr) -> new p
+Oracle = Callable[[dict[str, bool], dict[str, Any]], Step]
+
+
+def stepping(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> Step:
+    """A torch.optim.Optimizer as a function; the parameter that it owns takes p at every step."""
+    held: list[tuple[torch.nn.Parameter, torch.optim.Optimizer]] = []
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        if not held:
+            parameter = torch.nn.Parameter(p.clone())
+            held.append((parameter, make([parameter])))
+        parameter, optimizer = held[0]
+        parameter.data.copy_(p)
+        parameter.grad = g.clone()
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        return parameter.data.clone()
+
+    return step
+
+
+def torch_optim(cls: str, **fixed: Any) -> Oracle:
+    return lambda flags, hypers: stepping(
+        lambda ps: getattr(torch.optim, cls)(ps, foreach=False, **flags, **hypers, **fixed)
+    )
+
+
+def peer(cls: str, **fixed: Any) -> Oracle:
+    def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+        module = pytest.importorskip("pytorch_optimizer")
+        return stepping(lambda ps: getattr(module, cls)(ps, **flags, **hypers, **fixed))
+
+    return make
+
+
+def sgd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """torch.optim.SGD refuses nesterov without momentum, where it has no effect, and with dampening."""
+    if flags["nesterov"] and hypers["momentum"] == 0:
+        flags = {"nesterov": False}
+    if flags["nesterov"] and hypers["dampening"] != 0:
+        return damped_nesterov(hypers)
+    return torch_optim("SGD")(flags, hypers)
+
+
+def damped_nesterov(hypers: dict[str, Any]) -> Step:
+    """torch's rule written out, for the one combination that its constructor refuses."""
+    buf: list[Tensor] = []
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        g = g + hypers["weight_decay"] * p
+        if t == 1:
+            buf.append(g.clone())
+        else:
+            buf[0] = hypers["momentum"] * buf[0] + (1 - hypers["dampening"]) * g
+        return p - lr * (g + hypers["momentum"] * buf[0])
+
+    return step
+
+
+# -- rules that reduce
+
+
+def adafactor(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    return torch_optim("Adafactor")({}, hypers)
+
+
+def _clipped(u: Tensor, threshold: float) -> Tensor:
+    return u / max(1.0, float(u.square().mean().sqrt()) / threshold)
+
+
+def _rank_one(r: Tensor, c: Tensor) -> Tensor:
+    """r c' / mean(r) for row means (..., rows) and column means (..., columns)."""
+    return torch.einsum("...i,...j->...ij", r, c) / r.mean(-1)[..., None, None]
+
+
+def adafactor_paper(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Algorithms 4 and 5: pytorch_optimizer's AdaFactor divides by the smaller of 1 and RMS / d, not by the larger."""
+    r = c = v = m = torch.zeros(())
+    eps1, eps2 = hypers["eps"]
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal r, c, v, m
+        decay = 1 - t ** hypers["decay_rate"]
+        rho = min(lr, 1 / math.sqrt(t)) if flags["relative_step"] else lr
+        alpha = max(eps2, float(p.square().mean().sqrt())) * rho if flags["scale_parameter"] else rho
+        sq = g**2 + eps1
+        if p.ndim >= 2:
+            r, c = decay * r + (1 - decay) * sq.mean(-1), decay * c + (1 - decay) * sq.mean(-2)
+            second = _rank_one(r, c)
+        else:
+            second = v = decay * v + (1 - decay) * sq
+        u = alpha * _clipped(g / second.sqrt(), hypers["clip_threshold"])
+        if hypers["beta1"]:
+            u = m = hypers["beta1"] * m + (1 - hypers["beta1"]) * u
+        return p - alpha * hypers["weight_decay"] * p - u
+
+    return step
+
+
+def came(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Algorithm 2: pytorch_optimizer multiplies the momentum of one-dimensional parameters by lr at every step."""
+    r = c = v = m = rr = cc = torch.zeros(())
+    beta1, beta2, beta3 = hypers["betas"]
+    eps1, eps2 = hypers["eps"]
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal r, c, v, m, rr, cc
+        sq = g**2 + eps1
+        if p.ndim >= 2:
+            r, c = beta2 * r + (1 - beta2) * sq.mean(-1), beta2 * c + (1 - beta2) * sq.mean(-2)
+            u = g / _rank_one(r, c).sqrt()
+        else:
+            v = beta2 * v + (1 - beta2) * sq
+            u = g / v.sqrt()
+        u = _clipped(u, hypers["clip_threshold"])
+        m = beta1 * m + (1 - beta1) * u
+        update = m
+        if p.ndim >= 2:
+            res = (u - m) ** 2 + eps2
+            rr, cc = beta3 * rr + (1 - beta3) * res.mean(-1), beta3 * cc + (1 - beta3) * res.mean(-2)
+            update = m / _rank_one(rr, cc).sqrt()
+        return p - lr * hypers["weight_decay"] * p - lr * update
+
+    return step
+
+
+def lamb(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Algorithm 2: pytorch_optimizer's has no bias correction, decays outside of the ratio and clamps |p| to 10."""
+    m = v = torch.zeros(())
+    beta1, beta2 = hypers["betas"]
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m, v
+        m, v = torch.lerp(m, g, 1 - beta1), beta2 * v + (1 - beta2) * g.square()
+        u = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + hypers["eps"]) + hypers["weight_decay"] * p
+        phi = min(max(float(torch.linalg.vector_norm(p)), hypers["min_norm"]), hypers["max_norm"])
+        length = float(torch.linalg.vector_norm(u))
+        return p - lr * (phi / length if phi > 0 and length > 0 else 1.0) * u
+
+    return step
+
+
+def sm3(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """SM3-II over the cover of a tensor by the rows and columns of its matrices, one set after the other.
+
+    pytorch_optimizer's cover of tensors with more dimensions is another one: a set for each index of each dimension.
+    """
+    mu: list[Tensor] = []
+    m = torch.zeros(())
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m
+        dims = (-1, -2) if p.ndim >= 2 else ()
+        if t == 1:
+            mu.extend(torch.zeros_like(g.amax(d, keepdim=True)) for d in dims)
+            if not dims:
+                mu.append(torch.zeros_like(g))
+        nu = torch.stack([x.expand(p.shape) for x in mu]).amin(0) + g * g
+        mu[:] = [nu.amax(d, keepdim=True) for d in dims] or [nu]
+        update = torch.where(g == 0, 0.0, g / nu.clamp(min=1e-300).sqrt())
+        if hypers["momentum"]:
+            update = m = hypers["momentum"] * m + (1 - hypers["momentum"]) * update
+        return p - lr * update
+
+    return step
+
+
+def lars(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Algorithm 1: pytorch_optimizer's leaves the decay out of the ratio, and vectors without one."""
+    v = torch.zeros(())
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal v
+        w, d = torch.linalg.vector_norm(p), torch.linalg.vector_norm(g)
+        local = hypers["trust_coefficient"] * w / (d + hypers["weight_decay"] * w) if w > 0 and d > 0 else 1.0
+        v = hypers["momentum"] * v + lr * local * (g + hypers["weight_decay"] * p)
+        return p - v
+
+    return step
+
+
+def novograd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Algorithm 1: pytorch_optimizer's adds Adam's bias corrections, which the paper replaces by the first values."""
+    m = v = torch.zeros(())
+    beta1, beta2 = hypers["betas"]
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m, v
+        length = torch.linalg.vector_norm(g) ** 2
+        v = length if t == 1 else beta2 * v + (1 - beta2) * length
+        u = g / (v.sqrt() + hypers["eps"]) + hypers["weight_decay"] * p
+        m = beta1 * m + ((1 - beta1) if flags["grad_averaging"] else 1) * u
+        return p - lr * m
+
+    return step
+
+
+def cautious_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The paper's algorithm 2 with the scaling of its authors' code, 1 / max(mean, 1e-3)."""
+    m = v = torch.zeros(())
+    beta1, beta2 = hypers["betas"]
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m, v
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        u = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + hypers["eps"])
+        mask = (u * g > 0).double()
+        return p * (1 - lr * hypers["weight_decay"]) - lr * u * mask / mask.mean().clamp(min=1e-3)
+
+    return step
+
+
+def cautious_lion(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Likewise."""
+    m = torch.zeros(())
+    beta1, beta2 = hypers["betas"]
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m
+        u = (beta1 * m + (1 - beta1) * g).sign()
+        mask = (u * g > 0).double()
+        m = beta2 * m + (1 - beta2) * g
+        return p * (1 - lr * hypers["weight_decay"]) - lr * u * mask / mask.mean().clamp(min=1e-3)
+
+    return step
+
+
+def mars(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Algorithm 2 with the last gradient in place of the last weight's: pytorch_optimizer's eps is divided by the
+    bias correction, and its last gradient is the gradient's own tensor."""
+    m = v = torch.zeros(())
+    last: list[Tensor] = []
+    beta1, beta2 = hypers["betas"]
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m, v
+        c = g + hypers["gamma"] * beta1 / (1 - beta1) * (g - last[0]) if last else g
+        last[:] = [g]
+        length = float(torch.linalg.vector_norm(c))
+        c = c / length if length > 1 else c
+        m, v = beta1 * m + (1 - beta1) * c, beta2 * v + (1 - beta2) * c * c
+        u = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + hypers["eps"])
+        return p - lr * (u + hypers["weight_decay"] * p)
+
+    return step
+
+
+def orthograd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The paper's projection before torch.optim.SGD: pytorch_optimizer's casts the gradient to fp32."""
+    inner = sgd(flags, hypers)
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        w, flat = p.reshape(-1), g.reshape(-1)
+        tangent = flat - w * (w @ flat) / (w @ w) if p.numel() > 1 else torch.zeros_like(flat)
+        length = torch.linalg.vector_norm(tangent)
+        if length > 0:
+            tangent = tangent * torch.linalg.vector_norm(g) / length
+        return inner(p, tangent.reshape(g.shape), t, lr)
+
+    return step
+
+
+def adam_mini(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """One average of mean squares per block: the authors' optimizer wants a model whose parameters' names it knows."""
+    m = v = torch.zeros(())
+    beta1, beta2 = hypers["betas"]
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m, v
+        blocks = g if g.ndim == 2 else g.reshape(1, -1)
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * (blocks**2).sum(1) / blocks.shape[1]
+        second = v[:, None] if g.ndim == 2 else v
+        u = m / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + hypers["eps"])
+        return p * (1 - lr * hypers["weight_decay"]) - lr * u
+
+    return step
+
+
+REDUCING: dict[str, Oracle] = {
+    "adafactor": adafactor,
+    "adafactor_paper": adafactor_paper,
+    "adam_mini": adam_mini,
+    "came": came,
+    "cautious_adamw": cautious_adamw,
+    "cautious_lion": cautious_lion,
+    "fromage": peer("Fromage"),
+    "lamb": lamb,
+    "lars": lars,
+    "mars": mars,
+    "novograd": novograd,
+    "orthograd": orthograd,
+    "sm3": sm3,
+    "stable_adamw": peer("StableAdamW"),
+}
