@@ -16,7 +16,8 @@ from optgen.ir.node import postorder
 from optgen.ir.program import Buffer, Schedule, Stage, Step
 from optgen.ops import spaces
 
-_KIND = {"elem": "ELEMENT", "block": "BLOCK_OF", "row": "ROW", "col": "COLUMN", "mat": "MATRIX", "tensor": "WHOLE"}
+_KIND = {"elem": "ELEMENT", "block": "BLOCK_OF", "row": "ROW", "col": "COLUMN", "mat": "MATRIX", "tensor": "WHOLE",
+         "model": "WHOLE"}  # fmt: skip
 _REDUCTION = {"": "NONE", "sum": "TOTAL", "max": "LARGEST"}
 _STORED = {
     "f32": "float", "bf16": "uint16_t", "f16": "uint16_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t",
@@ -69,7 +70,8 @@ class StagePhases(Phases):
         stores = tuple(s for s in sweep.stores if self.source.get(s.buffer, s.buffer) == s.buffer)
         super().__init__(replace(schedule, sweep=replace(sweep, lets=kept, stores=stores)), _RESERVED)
         read = {n.uid for n in postorder(s.node for s in sweep.stores)}
-        self.before = [(x, self.fresh(x.name)) for x in few if x.node.space == spaces.tensor and x.node.uid in read]
+        whole = (spaces.tensor, spaces.model)
+        self.before = [(x, self.fresh(x.name)) for x in few if x.node.space in whole and x.node.uid in read]
 
     def first_lines(self) -> list[str]:
         """The lets before the loops; from here on their names are known to all printers."""
@@ -84,7 +86,7 @@ class StagePhases(Phases):
 def _sources(schedule: Schedule) -> dict[str, str]:
     """For each partial the first one that reduces the same values: their array of the tile is written once."""
     first: dict[int, str] = {}
-    partials = {b.name for b in schedule.partials}
+    partials = {b.name for b in schedule.partials if b.space != spaces.model}
     return {s.buffer: first.setdefault(s.node.uid, s.buffer) for s in schedule.sweep.stores if s.buffer in partials}
 
 
@@ -94,7 +96,8 @@ def _tile_size(stage: Stage) -> int:
 
 
 def _place(b: Buffer, columns: Columns, sweep: bool, source: int) -> str:
-    reduction = _REDUCTION[b.reduction.partition("_")[2]]
+    # What is summed over the model is left as it is: one value for the tensor, which the host adds up.
+    reduction = "NONE" if b.space == spaces.model else _REDUCTION[b.reduction.partition("_")[2]]
     size = "sizeof(typename Grad::stored)" if b.role == "grad" else str(int(b.dtype.bytes))
     partial = columns.partial(b.name) if sweep and b.role == "partial" else -1
     flags = f"{str(b.reads).lower()}, {str(b.writes).lower()}"
@@ -166,7 +169,7 @@ def whole(step: Step, name: str, stages: Sequence[str]) -> list[str]:
     for b in columns.stored:
         size = "sizeof(typename Grad::stored)" if b.role == "grad" else str(int(b.dtype.bytes))
         out.append(f"        {{{size}, {_KIND[b.space.name]}}},  // {b.name}")
-    out += [f"        {{4, {_KIND[b.space.name]}}},  // {b.name}" for b in columns.temps]
+    out += [f"        {{{b.dtype.bytes:g}, {_KIND[b.space.name]}}},  // {b.name}" for b in columns.temps]
     out += [f"        {{4, {_KIND[b.space.name]} + 8}},  // partial results of {b.name}" for b in columns.partials]
     out.append("    };")
     out.append("    static constexpr Stage STAGES[] = {")

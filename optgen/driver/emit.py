@@ -207,6 +207,8 @@ def _cpp_step(step: Step, name: str, source: str, parts: Pool, steps: Pool) -> s
     """Name of the C++ struct of a step that takes several stages; equal stages are printed once."""
     names = []
     for k, stage in enumerate(step.stages):
+        if stage.call:
+            continue
         wanted = f"{name}_{k + 1}"
         scalars = [let.name for let in stage.schedule.program.host]
         names.append(parts.add(wanted, partial(cpp_stages.stage, step, k, source=source), scalars))
@@ -267,6 +269,14 @@ def _stage_rows(step: Step, kernel: str) -> list[str]:
 
 def _stage_row(stage: Stage, kernel: str) -> str:
     program = stage.schedule.program
+    if stage.call:
+        (buffer,) = program.buffers
+        (call,) = (n for n in _nodes(program) if n.op == "call")
+        given = tuple(a.attr for a in call.args[1:])
+        return (
+            f'Stage("{stage.call}", "call", {stage.level}, {stage.scalars!r}, '
+            f"temps={(buffer.name,)!r}, given={given!r})"
+        )
     temps = tuple(b.name for b in program.buffers if b.role in ("temp", "partial") and b.writes)
     matrices = any(b.space.name in ("row", "col", "mat") for b in program.buffers)
     return (

@@ -1,9 +1,9 @@
 """Rules made of other rules: a wrapper around any optimizer.
 
-    from optgen.lang import lookahead
-    from specs.adamw import adamw
+from optgen.lang import lookahead
+from specs.adamw import adamw
 
-    lookahead_adamw = lookahead(adamw)
+lookahead_adamw = lookahead(adamw)
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from types import ModuleType
 
 import torch
 
-from optgen.runtime import native, workspace
+from optgen.runtime import native, staged, workspace
 from optgen.runtime.bucket import Bucket
 from optgen.runtime.records import Variant, dtype_name
 
@@ -74,9 +74,11 @@ def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable
     wanted = expected(variant, bucket.grad_dtype)
     if [said[k] for k in range(3)] != wanted[:3] or [said[k] for k in range(len(wanted))] != wanted:
         return native.Unavailable(f"{variant.kernel_name} was printed again since {bucket.plan.__name__} was imported")
-    function = library.optgen_step
+    function = library.optgen_step if variant.is_simple else library.optgen_stages
     function.restype = ctypes.c_int32
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+    if not variant.is_simple:
+        function.argtypes = (*function.argtypes, ctypes.c_int32, ctypes.c_int32)
     return function
 
 
@@ -84,12 +86,17 @@ KINDS = ("elem", "block", "row", "col", "mat", "tensor")
 """What a column has one entry for, as kernels number them; 8 more for partial results."""
 
 
+def _kind(space: str) -> int:
+    """Every tensor has a value of the model of its own."""
+    return KINDS.index("tensor" if space == "model" else space)
+
+
 def expected(variant: Variant, grad: torch.dtype) -> list[int]:
     """What a kernel says of itself where it was printed for the tables of this variant: `layout` in optgen.h."""
     scalars = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
     columns = [(getattr(torch, variant.param).itemsize, 0), (grad.itemsize, 0)]
-    columns += [(f.torch_dtype.itemsize, 1 if f.per > 1 else KINDS.index(f.space)) for f in variant.fields]
-    columns += [(4, KINDS.index(t.space)) for t in variant.temps]
+    columns += [(f.torch_dtype.itemsize, 1 if f.per > 1 else _kind(f.space)) for f in variant.fields]
+    columns += [(2 if t.space == "elem" else 4, _kind(t.space)) for t in variant.temps]
     columns += [(4, KINDS.index(t.space) + 8) for t in workspace.reduced(variant)]
     return [len(scalars), variant.block, len(columns), *(x for column in columns for x in column)]
 
@@ -150,8 +157,28 @@ def threads(elements: int) -> int:
 def run(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> None:
     """One call; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
     assert bucket.kernel is not None
+    if not bucket.variant.is_simple:
+        staged.run(runner(bucket, table, scalars, step_key))
+        return
     given = (ctypes.c_float * len(scalars))(*scalars)
     call(bucket.kernel, table, given, step_key)
+    torch.autograd.graph.increment_version(bucket.params)
+
+
+def runner(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> staged.Runner:
+    """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
+    stages: Callable[..., int] | None = bucket.kernel
+    assert stages is not None
+    assert isinstance(table.room, workspace.Workspace)
+    given = (ctypes.c_float * len(scalars))(*scalars)
+    count = threads(table.elements)
+
+    def kernels(begin: int, end: int) -> None:
+        code = stages(table.address, table.tensors, given, step_key, count, begin, end)
+        if code:
+            raise RuntimeError(f"a C++ kernel refused its table (code {code})")
+
+    yield from staged.drive(bucket, table.room, scalars, kernels)
     torch.autograd.graph.increment_version(bucket.params)
 
 

@@ -15,7 +15,7 @@ import torch
 from optgen.runtime import layout, workspace
 from optgen.runtime.cpu import Table
 from optgen.runtime.records import Variant
-from optgen.runtime.workspace import matrices
+from optgen.runtime.workspace import Workspace, matrices
 
 NARROW = 64
 """Columns below which a matrix is walked as one long row: a tile for each of its rows would be nearly empty."""
@@ -47,7 +47,7 @@ def table(
     columns   addresses of p, g and the fields, for each tensor
     old       a table for the same shapes: its room is used again, because nothing in it outlives a step
     """
-    room = old.room if old is not None and isinstance(old.room, Room) else Room(variant, shapes)
+    room = old.room if old is not None and isinstance(old.room, Workspace) else make(variant, shapes)
     out, elements = array("q"), 0
     columns = [*columns, *room.columns]
     for *addresses, shape, stream in zip(*columns, shapes, streams, strict=True):
@@ -58,18 +58,16 @@ def table(
     return Table(out, len(columns) + 6, elements, room)
 
 
-class Room:
-    """The memory of a bucket's temps, partial results and dense copies.
+def make(variant: Variant, shapes: Sequence[torch.Size]) -> Workspace:
+    """Room for the temps, the partial results, and where needed the dense copies of a bucket.
 
-    columns   for each temp, for each partial result, and for the dense copies: the address for each tensor
+    Its last column holds the addresses of the dense copies, 0 where there is none.
     """
-
-    def __init__(self, variant: Variant, shapes: Sequence[torch.Size]) -> None:
-        self._few = workspace.make(variant, shapes, torch.device("cpu"))
-        copies = [dense_copies(variant, shape) * math.prod(shape) for shape in shapes]
-        self._dense = torch.empty(sum(copies) + len(copies) * 16, dtype=torch.float32)
-        at, addresses = -(-self._dense.data_ptr() // 64) * 64, []
-        for count in copies:
-            addresses.append(at if count else 0)
-            at += -(-count * 4 // 64) * 64
-        self.columns = [*self._few.columns, addresses]
+    few = workspace.make(variant, shapes, torch.device("cpu"))
+    copies = [dense_copies(variant, shape) * math.prod(shape) for shape in shapes]
+    dense = torch.empty(sum(copies) + len(copies) * 16, dtype=torch.float32)
+    at, addresses = -(-dense.data_ptr() // 64) * 64, []
+    for count in copies:
+        addresses.append(at if count else 0)
+        at += -(-count * 4 // 64) * 64
+    return Workspace(few.memory, [*few.columns, addresses], few.offsets, dense)

@@ -17,8 +17,10 @@ def newton_schulz(x: Tensor, steps: float, a: float, b: float, c: float, eps: fl
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(int(steps)):
         gram = x @ x.mT
-        series = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if gram.ndim == 3 else torch.addmm(
-            gram, gram, gram, beta=b, alpha=c
+        series = (
+            torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            if gram.ndim == 3
+            else torch.addmm(gram, gram, gram, beta=b, alpha=c)
         )
         x = torch.baddbmm(x, series, x, beta=a) if x.ndim == 3 else torch.addmm(x, series, x, beta=a)
     return x if wide else x.mT

@@ -246,7 +246,7 @@ class Optimizer(torch.optim.Optimizer):
                 if bucket.variant.model_temps:
                     bucket.finish(host)
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
-        if together or any(flag.every is not None for flag in self.FLAGS):
+        if not all(b.variant.is_simple for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
             return
         self._replay.keep(
             type(self), self.param_groups, self.state,

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import plans, sums
+from optgen.runtime import cpu, plans, sums
 from optgen.runtime.bucket import Bucket
 from optgen.runtime.records import Variant
-
-Runner = Generator[list[Tensor], Tensor, None]
-"""Yields what each of its tensors adds to a sum (0-dim, fp32); is sent the sum."""
+from optgen.runtime.staged import Runner
 
 
 def runner(bucket: Bucket, tables: Any, scalars: Sequence[float], step_key: int) -> Runner:
     """The step of a bucket, in parts."""
-    return reference_runner(bucket, scalars, step_key)
+    if tables is None:
+        return reference_runner(bucket, scalars, step_key)
+    return cpu.runner(bucket, tables.table, scalars, step_key)
 
 
 def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
