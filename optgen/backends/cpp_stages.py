@@ -66,7 +66,9 @@ class StagePhases(Phases):
         few = [x for x in sweep.lets if over_elements and x.node.space.name in spaces.SMALL]
         skip = {let.node.uid for let in few}
         kept = tuple(let for let in sweep.lets if let.node.uid not in skip)
-        super().__init__(replace(schedule, sweep=replace(sweep, lets=kept)), _RESERVED)
+        self.source = _sources(schedule)
+        stores = tuple(s for s in sweep.stores if self.source.get(s.buffer, s.buffer) == s.buffer)
+        super().__init__(replace(schedule, sweep=replace(sweep, lets=kept, stores=stores)), _RESERVED)
         read = {n.uid for n in postorder(s.node for s in sweep.stores)}
         whole = (spaces.tensor, spaces.model)
         self.before = [(x, self.fresh(x.name)) for x in few if x.node.space in whole and x.node.uid in read]
@@ -81,18 +83,25 @@ class StagePhases(Phases):
         return with_comments(lines, comment_mark="//")
 
 
+def _sources(schedule: Schedule) -> dict[str, str]:
+    """For each partial the first one that reduces the same values: their array of the tile is written once."""
+    first: dict[int, str] = {}
+    partials = {b.name for b in schedule.partials if b.space != spaces.model}
+    return {s.buffer: first.setdefault(s.node.uid, s.buffer) for s in schedule.sweep.stores if s.buffer in partials}
+
+
 def _tile_size(stage: Stage) -> int:
     block = stage.schedule.program.block
     return BLOCKS * block if stage.is_sweep and block > 1 else FLAT
 
 
-def _place(b: Buffer, columns: Columns, sweep: bool) -> str:
+def _place(b: Buffer, columns: Columns, sweep: bool, source: int) -> str:
     # What is summed over the model is left as it is: one value for the tensor, which the host adds up.
     reduction = "NONE" if b.space == spaces.model else _REDUCTION[b.reduction.partition("_")[2]]
     size = "sizeof(typename Grad::stored)" if b.role == "grad" else str(int(b.dtype.bytes))
     partial = columns.partial(b.name) if sweep and b.role == "partial" else -1
     flags = f"{str(b.reads).lower()}, {str(b.writes).lower()}"
-    return f"{{{columns.position(b.name)}, {partial}, {size}, {_KIND[b.space.name]}, {flags}, {reduction}}}"
+    return f"{{{columns.position(b.name)}, {partial}, {size}, {_KIND[b.space.name]}, {flags}, {reduction}, {source}}}"
 
 
 def _pointer(b: Buffer, position: int) -> tuple[str, str]:
@@ -121,15 +130,19 @@ def stage(step: Step, number: int, name: str, source: str = "") -> list[str]:
     out.append(f"    static constexpr int BLOCK = {block}, TILE = {_tile_size(found)};")
     out.append(f"    static constexpr Kind SPACE = {_KIND[found.space.name]};")
     out.append(f"    static constexpr bool MATRICES = {str(matrices).lower()}, INDEXED = {str(indexed).lower()};")
-    out.append("    // column of the table, of partial results; bytes per entry, of what; read, written, reduced")
+    out.append("    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from")
     out.append("    static constexpr Place PLACES[] = {")
-    out += [f"        {_place(b, columns, found.is_sweep)},  // {b.name}" for b in program.buffers]
+    names = [b.name for b in program.buffers]
+    for b in program.buffers:
+        first = names.index(plan.source.get(b.name, b.name))
+        out.append(f"        {_place(b, columns, found.is_sweep, first)},  // {b.name}")
     out.append("    };")
     out.append("")
     extent = "blocks" if block > 1 else "count"
     out.append(f"    OPTGEN_ONCE static void tile(char *const *at, int {extent}, const int *live, int32_t first,")
     out.append("                                 int row_mask, const Known &known) {")
-    body = with_comments([_pointer(b, k) for k, b in enumerate(program.buffers)], comment_mark="//")
+    printed = [(k, b) for k, b in enumerate(program.buffers) if plan.source.get(b.name, b.name) == b.name]
+    body = with_comments([_pointer(b, k) for k, b in printed], comment_mark="//")
     sweep = found.schedule.sweep
     nodes = list(postorder([let.node for let in sweep.lets] + [s.node for s in sweep.stores]))
     read = {n.attr for n in nodes if n.op == "sym"}

@@ -31,6 +31,7 @@ struct Place {
     Kind kind;    // of what is reduced: of what there is one result
     bool read, written;
     Reduction reduction;
+    int source;  // of what is reduced: the place whose array of the tile holds it; its own but where two share one
 };
 
 // An address of a table row.
@@ -290,14 +291,15 @@ struct Panels {
 
 constexpr int UNIT = W < 8 ? 8 : W;  // elements that are not in blocks: whole registers, whole eights
 
-// Elements [from, from + n) of a row, whose values lie `shift` lanes behind the start of the tile, through room of
-// their own.
+// n elements of a row, whose values lie `shift` lanes behind the start of the tile, through room of their own.  Where
+// all blocks are full, and too few for a tile, only the blocks' own values take that way.
 OPTGEN_ONCE void staged_row(const Stage &s, char *const *at, char *room, int64_t n, int shift, int32_t first,
                        const Known &known) {
     char *inside[MOST];
     int live[BLOCKS_OF_TILE];
     const int64_t blocks = (n + s.block - 1) / s.block, lanes = s.block > 1 ? blocks * s.block : shift + n;
     const int64_t padded = (lanes + UNIT - 1) / UNIT * UNIT;
+    const bool full = s.block > 1 && n % s.block == 0;
     for (int64_t b = 0; s.block > 1 && b < blocks; b++)
         live[b] = (int)least(s.block, n - b * s.block);
     for (int c = 0; c < s.count; c++) {
@@ -308,21 +310,21 @@ OPTGEN_ONCE void staged_row(const Stage &s, char *const *at, char *room, int64_t
         } else if (p.kind == BLOCK_OF) {
             inside[c] = (char *)tile_room(s, room, c);
             memcpy(inside[c], at[c], (size_t)blocks * p.bytes);
-        } else if (p.kind == ELEMENT || p.kind == COLUMN) {
+        } else if (!full && (p.kind == ELEMENT || p.kind == COLUMN)) {
             inside[c] = (char *)tile_room(s, room, c);
             memset(inside[c], 0, (size_t)shift * p.bytes);
             memcpy(inside[c] + (size_t)shift * p.bytes, at[c], (size_t)n * p.bytes);
             memset(inside[c] + (size_t)(shift + n) * p.bytes, 0, (size_t)(padded - shift - n) * p.bytes);
         }
     }
-    s.tile(inside, (int)(s.block > 1 ? blocks : lanes), s.block > 1 ? live : nullptr, first - shift, 0, known);
+    s.tile(inside, (int)(s.block > 1 ? blocks : lanes), s.block > 1 && !full ? live : nullptr, first - shift, 0, known);
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
         if (!p.written || p.reduction != NONE)
             continue;
         if (p.kind == BLOCK_OF)
             memcpy(at[c], inside[c], (size_t)blocks * p.bytes);
-        else if (p.kind == ELEMENT)
+        else if (p.kind == ELEMENT && !full)
             memcpy(at[c], inside[c] + (size_t)shift * p.bytes, (size_t)n * p.bytes);
     }
 }
@@ -372,6 +374,18 @@ OPTGEN_ONCE void panel_of_row(const Stage &s, const Shape &t, const Panels &shap
     }
 }
 
+// What a place reduces, of one row in one panel.  Where a later place wants the array too, a copy is folded.
+inline float fold_row(const Stage &s, int place, char *room, int64_t n) {
+    const int source = s.places[place].source;
+    float *x = tile_room(s, room, source);
+    for (int c = place + 1; c < s.count; c++)
+        if (s.places[c].reduction != NONE && s.places[c].kind == ROW && s.places[c].source == source) {
+            memcpy(tile_room(s, room, c), x, (size_t)n * 4);
+            x = tile_room(s, room, c);
+        }
+    return fold_panel(s.places[place].reduction, x, n);
+}
+
 // Units [low, high) of a tensor: a band of rows in a panel of columns each.
 OPTGEN_ONCE void sweep_panels(const Stage &s, const Shape &t, int64_t low, int64_t high, char *room, const Known &known) {
     const Panels shape(s, t);
@@ -396,13 +410,14 @@ OPTGEN_ONCE void sweep_panels(const Stage &s, const Shape &t, int64_t low, int64
                 panel_of_row(s, t, shape, values, room, row, from, n, known);
                 for (int c = 0; c < s.count; c++) {
                     const Place &p = s.places[c];
-                    if (p.reduction == NONE)
-                        continue;
-                    float *x = tile_room(s, room, c), *parts = (float *)t.at[p.partial];
-                    if (p.kind == COLUMN)
-                        add_row(p.reduction, parts + (matrix * shape.bands + band) * t.columns + from, x, n, i == top);
-                    else
-                        parts[row * shape.panels + k] = fold_panel(p.reduction, x, n);
+                    if (p.reduction != NONE && p.kind == COLUMN)
+                        add_row(p.reduction, (float *)t.at[p.partial] + (matrix * shape.bands + band) * t.columns + from,
+                                tile_room(s, room, p.source), n, i == top);
+                }
+                for (int c = 0; c < s.count; c++) {  // folding leaves nothing of an array
+                    const Place &p = s.places[c];
+                    if (p.reduction != NONE && p.kind == ROW)
+                        ((float *)t.at[p.partial])[row * shape.panels + k] = fold_row(s, c, room, n);
                 }
             }
         }
@@ -424,6 +439,28 @@ OPTGEN_ONCE void expand(const Place &p, const Shape &t, const float *from, float
         column = 0;
         row++;
         matrix = row / t.rows;
+    }
+}
+
+// What a sweep reduces, of the shape of the tensor; places with one array share it.
+inline float *dense_copy(const Stage &s, const Shape &t, int place) {
+    float *out = (float *)t.dense;
+    for (int c = 0; out && c < s.places[place].source; c++)
+        if (s.places[c].reduction != NONE)
+            out += t.numel;
+    return out;
+}
+
+// The lanes of `count` blocks from `first` on, without those behind the ends of rows.
+inline void add_tile(Reduction r, float *lanes, const float *x, const Stage &s, const Grid &grid, int64_t first,
+                     int count, int lane) {
+    if (grid.columns % s.block == 0) {
+        add_lanes(r, lanes, x, (int64_t)count * s.block, lane);
+        return;
+    }
+    for (int b = 0; b < count; b++) {
+        const int64_t left = grid.columns - (first + b) % grid.per_row * s.block;
+        add_lanes(r, lanes, x + b * s.block, least(left, s.block), (lane + b * s.block) % LANES);
     }
 }
 
@@ -450,15 +487,13 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
     }
     const int64_t pace = runs > 1 ? s.block : lanes;
     char *at[MOST];
-    int reduced = 0;
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
         at[c] = (char *)t.at[p.column];
         if (p.reduction != NONE) {
             at[c] = (char *)tile_room(s, room, c);
             if (t.dense && whole)
-                at[c] = (char *)t.dense + 4 * (reduced * t.numel + start[0]);
-            reduced++;
+                at[c] = (char *)dense_copy(s, t, c) + 4 * start[0];
         } else if (p.kind == ROW || p.kind == COLUMN || p.kind == MATRIX) {
             float *to = tile_room(s, room, c);
             for (int k = 0; k < runs; k++) {
@@ -486,17 +521,12 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
         }
     }
     s.tile(at, count, whole || s.block == 1 ? nullptr : live, (int32_t)(first * s.block), -1, known);
-    reduced = 0;
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
         if (p.reduction != NONE) {
-            float *dense = (float *)t.dense + reduced++ * t.numel, *x = (float *)at[c];
-            for (int k = 0; !whole && k < runs; k++) {
-                if (t.dense)
-                    memcpy(dense + start[k], x + k * pace, (size_t)live[k] * 4);
-                else
-                    fill(x + k * pace + live[k], pace - live[k], first_of(p.reduction));
-            }
+            const float *x = (const float *)at[c];
+            for (int k = 0; t.dense && !whole && p.source == c && k < runs; k++)
+                memcpy(dense_copy(s, t, c) + start[k], x + k * pace, (size_t)live[k] * 4);
         } else if (p.written && !whole) {
             char *to = (char *)t.at[p.column];
             if (p.kind == BLOCK_OF)
@@ -530,10 +560,12 @@ OPTGEN_ONCE void sweep_flat(const Stage &s, const Shape &t, int64_t low, int64_t
             if (s.block == 1 && now >= UNIT)
                 now -= now % UNIT;
             flat_tile(s, t, grid, first, now, room, known);
-            for (int c = 0; segments && c < s.count; c++)
-                if (s.places[c].reduction != NONE)
-                    add_lanes(s.places[c].reduction, lane_room(s, room, c), tile_room(s, room, c),
-                              (int64_t)now * s.block, (int)((first - k * unit) * s.block % LANES));
+            for (int c = 0; segments && c < s.count; c++) {
+                const Place &p = s.places[c];
+                const int lane = (int)((first - k * unit) * s.block % LANES);
+                if (p.reduction != NONE)
+                    add_tile(p.reduction, lane_room(s, room, c), tile_room(s, room, p.source), s, grid, first, now, lane);
+            }
             first += now;
         }
         for (int c = 0; segments && c < s.count; c++) {
@@ -624,10 +656,7 @@ OPTGEN_ONCE void finish_columns(const Stage &s, const Place &p, const Shape &t, 
 // The results of a sweep's place [low, high) TOGETHER at a time.
 OPTGEN_ONCE void finish(const Stage &s, int place, const Shape &t, int64_t low, int64_t high, char *room) {
     const Place &p = s.places[place];
-    const float *dense = (const float *)t.dense;
-    for (int c = 0; dense && c < place; c++)
-        if (s.places[c].reduction != NONE)
-            dense += t.numel;
+    const float *dense = dense_copy(s, t, place);
     const int64_t all = entries(p.kind, t);
     for (int64_t k = low; k < high; k++) {
         const int64_t a = k * TOGETHER, b = least(a + TOGETHER, all);
@@ -693,7 +722,7 @@ OPTGEN_ONCE void work_on_few(const Stage &s, const Shape &t, char *room, const K
         for (int c = 0; c < s.count; c++) {
             const Place &p = s.places[c];
             if (p.reduction != NONE)
-                reduce_few(p, t, lane_room(s, room, c), tile_room(s, room, c), from, n, p.kind == MATRIX ? of_matrix : all);
+                reduce_few(p, t, lane_room(s, room, c), tile_room(s, room, p.source), from, n, p.kind == MATRIX ? of_matrix : all);
             else if (p.written && !whole)
                 memcpy((float *)t.at[p.column] + from, at[c], (size_t)n * 4);
         }
