@@ -311,8 +311,9 @@ def test_docs_and_names() -> None:
 
 def test_conditions() -> None:
     assert conditions(None) == ()
-    assert conditions("a") == (("a", True),)
-    assert conditions("a and not b") == (("a", True), ("b", False))
+    assert conditions("a") == ((("a", True),),)
+    assert conditions("a and not b") == ((("a", True), ("b", False)),)
+    assert conditions("a and not b or c") == ((("a", True), ("b", False)), (("c", True),))
 
 
 def test_states_that_are_off_are_missing() -> None:

@@ -208,11 +208,11 @@ class Spec:
                 raise UserError("E118", loc=self.loc, name=self.name, kind=kind, got=name, hint=hint)
 
 
-def start(state: StateDecl, p: Any, hypers: Mapping[str, Any]) -> Any:
+def start(state: StateDecl, p: Any, hypers: Mapping[str, Any] | None = None) -> Any:
     """A state before the first step, for a parameter p; a plain number where p is no tensor."""
     if state.init == "param":
         return p.clone() if hasattr(p, "clone") else p
-    value = hypers[state.init] if isinstance(state.init, str) else state.init
+    value = (hypers or {})[state.init] if isinstance(state.init, str) else state.init
     if not hasattr(p, "new_full"):
         return value
     shapes = {
