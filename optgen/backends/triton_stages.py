@@ -45,9 +45,6 @@ from optgen.ir.program import Program, Schedule, Stage, Step, Store
 from optgen.ir.ranges import Interval, ranges
 from optgen.ops import spaces
 
-ROWS = {"fast": 2, "strict": 1}
-"""Rows of a panel that a tile has, where the launch does not say otherwise."""
-
 
 def panel_columns(block: int) -> int:
     """Columns of a panel; see optgen.runtime.sums."""
@@ -121,14 +118,14 @@ class Kernels:
     lines     their text
     tiles     flat sweep -> elements per tile
     limits    flat sweep -> registers per thread that it need not exceed
-    rows      sweep over panels -> rows per tile
+    warps     sweep over panels -> warps of 32 lanes per program
     dense     sweep over panels -> which dense operand each reduction's is
     """
 
     lines: list[str]
     tiles: dict[str, int]
     limits: dict[str, int | None]
-    rows: dict[str, int]
+    warps: dict[str, int]
     dense: dict[str, dict[str, int]]
 
 
@@ -140,7 +137,7 @@ def kernels(step: Step, function: str, source: str = "") -> Kernels:
         first = k == 0 or step.stages[k - 1].level != stage.level
         if stage.is_sweep and touches_matrices(program):
             lines = _panels(stage.schedule, name, frame, source)
-            out.rows[name] = ROWS[program.maths]
+            out.warps[name] = _warps(program)
             found = terms(stage.schedule)
             out.dense[name] = {b.name: i for i, t in enumerate(found) for b in t.partials}
         elif stage.is_sweep:
@@ -168,6 +165,13 @@ def needs(step: Step) -> list[str]:
         elif not s.is_sweep:
             names |= {"term", "fold"} if s.schedule.partials else set()
     return sorted(names)
+
+
+def _warps(program: Program) -> int:
+    """Warps that share a row of a panel: 8 elements for each thread; 32 where it holds no states, and sums across
+    threads would cost more than what is summed."""
+    light = program.block == 1 and all(b.role == "partial" for b in program.buffers if b.writes)
+    return max(panel_columns(program.block) // (1024 if light else 256), 1)
 
 
 # Sweeps over panels ---------------------------------------------------------------------------------------------------
