@@ -24,7 +24,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from optgen.driver import emit
-from optgen.formats.plan import Plan
+from optgen.formats import Blocked, LogMinMax, Plan, Split, scales, softsign
 from optgen.lang import (
     Spec,
     amax,
@@ -56,8 +56,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid
 ROOT = Path(__file__).parents[1]
 Shapes = Sequence[tuple[int, ...]]
 
-MATRICES: Shapes = [(70, 150), (9, 1030), (1, 300), (66, 1), (3, 5, 2, 9), (2, 3, 70), (0, 5)]
-OTHERS: Shapes = [(), (17000,), (300,), (0,)]
+
+def coded(block: int) -> Plan:
+    """int8_split24 in other blocks, for tensors of any size."""
+    return Plan(
+        "8-bit states.",
+        name=f"blocks{block}",
+        master=Split(8, "stochastic"),
+        signed=Blocked(8, block, softsign(1), scales.ue8m8, relative=True),
+        nonneg=LogMinMax(8, block, of="sqrt"),
+        small_numel=0,
+    )
+
+
+PLANS = {"fp32": plans.fp32, "bf16_sr": plans.bf16_sr, "int8_split24": plans.int8_split24}
+PLANS |= {f"blocks{b}": coded(b) for b in (16, 512)}
 
 
 @optimizer()
@@ -113,7 +126,7 @@ def built(spec: Spec, plan: Plan, maths: str, folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     folder = tmp_path_factory.mktemp("packages")
-    return lambda spec, plan, maths="strict": built(spec, getattr(plans, plan), maths, folder)
+    return lambda spec, plan, maths="strict": built(spec, PLANS[plan], maths, folder)
 
 
 Result = tuple[list[Tensor], list[dict[str, Any]]]
@@ -169,18 +182,20 @@ def case(spec: Spec, plan: str, shapes: Shapes, *, slow: bool = False) -> Any:
 
 CASES = [
     case(lamb, "fp32", [(7, 150), (5, 3, 70), (17000,), (), (300,), (0,)]),
-    case(lamb, "int8_split24", [(5, 150), (3, 128), (300,), ()]),
+    case(lamb, "blocks16", [(5, 70), (3, 128), (300,), ()]),
+    case(lamb, "blocks512", [(3, 1030), (700,)]),
     case(lamb, "int8_split24", [(40, 150), (3, 128), (17000,), ()], slow=True),
     case(lamb, "bf16_sr", [(5, 70), (300,)]),
-    case(came, "fp32", [(66, 150), (3, 1030), (1, 300), (66, 1), (2, 3, 70), (0, 5), (), (300,)]),
-    case(came, "int8_split24", [(66, 70), (2, 3, 70), ()]),
-    case(came, "int8_split24", MATRICES, slow=True),
+    case(came, "fp32", [(66, 150), (3, 1030), (1, 300), (66, 1), (2, 3, 70), (3, 5, 2, 9), (0, 5), (), (300,)]),
+    case(came, "blocks16", [(66, 70), (3, 300), (1, 300), (66, 1), (2, 3, 70), (3, 5, 2, 9), (0, 5), ()]),
+    case(came, "blocks512", [(3, 1030)], slow=True),
+    case(came, "int8_split24", [(70, 150), (9, 1030), (66, 70), (3, 30, 70)], slow=True),
     case(came, "int8_split24", [(17000,), ()], slow=True),
     case(came, "bf16_sr", [(66, 150), (2, 3, 70), (300,)]),
-    case(extremes, "fp32", [(66, 150), (3, 1030), (1, 300), (66, 1), (2, 3, 70), (0, 5)]),
-    case(extremes, "int8_split24", [(3, 1030), (66, 1), (2, 3, 70)]),
-    case(largest, "fp32", [(40, 150), (2, 3, 70), *OTHERS]),
-    case(largest, "int8_split24", [(300,), (5, 70)]),
+    case(extremes, "fp32", [(66, 150), (3, 1030), (1, 300), (66, 1), (2, 3, 70), (3, 5, 2, 9), (0, 5)]),
+    case(extremes, "blocks16", [(3, 300), (66, 1), (2, 3, 70)]),
+    case(largest, "fp32", [(40, 150), (2, 3, 70), (17000,), (), (0,)]),
+    case(largest, "blocks16", [(300,), (5, 70)]),
     case(largest, "int8_split24", [(17000,), (5, 70)], slow=True),
 ]
 
@@ -199,14 +214,14 @@ def test_strict_kernels_give_the_bits_of_eager_torch(
 
 def test_rows_per_tile_change_no_bit(build: Callable[..., Any]) -> None:
     shapes: Shapes = [(9, 150), (3, 70)]
-    made = build(came, "int8_split24")
+    made = build(came, "blocks16")
     runs = [trained(made, shapes, "triton", torch.bfloat16, steps=1, rows=rows) for rows in (1, 2, 8)]
     for run in runs[1:]:
         assert_same(runs[0], run, shapes)
 
 
 def test_the_company_of_other_tensors_changes_no_bit(build: Callable[..., Any]) -> None:
-    made = build(lamb, "int8_split24")
+    made = build(lamb, "blocks16")
     draw = torch.Generator().manual_seed(3)
     values = [torch.randn(s, generator=draw).bfloat16() for s in [(300,), (4, 70), (2, 128)]]
 
@@ -289,8 +304,8 @@ def test_fast_maths_is_within_its_roundings_of_strict(shape: tuple[int, ...], bu
 def test_fast_codes_are_beside_those_of_strict(spec: Spec, build: Callable[..., Any]) -> None:
     """From the same state, the same random bits: only a value beside a threshold takes another code."""
     shapes: Shapes = [(21, 150), (2, 3, 70), (300,)]
-    strict = trained(build(spec, "int8_split24"), shapes, "reference", torch.bfloat16, steps=1)
-    fast = trained(build(spec, "int8_split24", "fast"), shapes, "triton", torch.bfloat16, steps=1)
+    strict = trained(build(spec, "blocks16"), shapes, "reference", torch.bfloat16, steps=1)
+    fast = trained(build(spec, "blocks16", "fast"), shapes, "triton", torch.bfloat16, steps=1)
     for s, t in zip(strict[1], fast[1], strict=True):
         for key in (k for k in s if isinstance(s[k], Tensor) and s[k].dtype == torch.uint8 and k != "weight_low"):
             apart = (s[key].int() - t[key].int()).abs()

@@ -244,9 +244,9 @@ def registers(schedule: Schedule) -> int | None:
     if len({b.owner for b in buffers if b.role == "state"}) > 2:
         return None
     # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
-    # hold 8 lanes for each thread, and what is added to them.
+    # hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.
     most = 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
-    return most + 16 * len(terms(schedule))
+    return most + (16 if schedule.program.maths == "fast" else 32) * len(terms(schedule))
 
 
 @dataclass(frozen=True)

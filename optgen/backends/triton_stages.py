@@ -168,9 +168,10 @@ def needs(step: Step) -> list[str]:
 
 
 def _warps(program: Program) -> int:
-    """Warps that share a row of a panel: 8 elements for each thread; 32 where it holds no states, and sums across
-    threads would cost more than what is summed."""
-    light = program.block == 1 and all(b.role == "partial" for b in program.buffers if b.writes)
+    """Warps that share a row of a panel: 8 elements for each thread; 32 where it holds little else than one term, and
+    sums across threads would cost more than what is summed."""
+    nodes = {s.node.uid for s in program.stores}
+    light = program.block == 1 and all(b.role == "partial" for b in program.buffers if b.writes) and len(nodes) == 1
     return max(panel_columns(program.block) // (1024 if light else 256), 1)
 
 
