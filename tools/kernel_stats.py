@@ -466,6 +466,8 @@ def staged_jobs(name: str, module: Any, function: str, grad: str) -> Iterable[Jo
     """A kernel of a step of several stages as jobs."""
     import triton.language as tl
 
+    from optgen.runtime import launch
+
     if function in module.TILE:
         yield from jobs_of(name, module, function, grad)
         return
@@ -476,7 +478,7 @@ def staged_jobs(name: str, module: Any, function: str, grad: str) -> Iterable[Jo
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
     for target, gpu in TARGETS.items():
         width = int(panel[1]) if panel else 256
-        warps = getattr(module, "WARPS", {}).get(function, 1 if "TILES" in constants else 4)
+        warps = getattr(module, "WARPS", {}).get(function, 1 if "TILES" in constants else launch.stages.BETWEEN)
         warps = max(warps * 32 // gpu.warp_size, 1)
         yield Job(name, fn, signature, constants, width, warps, ("table", "work"), (target,), panels=panel is not None)
 

@@ -37,6 +37,9 @@ FLAT_TILES = 16
 ENTRIES = 4096
 """Rows, or columns, of matrices that one program takes between two sweeps, where the tensor's are apart."""
 
+BETWEEN = 8
+"""Warps of the programs between two sweeps."""
+
 FINISHED = 256
 """Values that a program finishes; lanes of columns."""
 
@@ -317,7 +320,7 @@ class _Maker:
             groups.setdefault(lanes, []).extend(lines)
         for lanes, lines in groups.items():
             work = torch.tensor(lines, dtype=torch.int32).to(self.device)
-            self._add(stages[0].kernel, self.plan.table, work, 4, {"LANES": lanes}, scalars)
+            self._add(stages[0].kernel, self.plan.table, work, BETWEEN, {"LANES": lanes}, scalars)
 
 
 def _power_of_two(n: int) -> int:
