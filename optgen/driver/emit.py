@@ -135,7 +135,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
     rows: list[dict[str, Any]] = []
     tiles: dict[str, int] = {}
     limits: dict[str, int | None] = {}
-    panels: dict[str, int] = {}
+    warps: dict[str, int] = {}
     dense: dict[str, dict[str, int]] = {}
     helpers: set[str] = set()
     unpack = unpack_of(spec)
@@ -169,7 +169,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
             found = triton_stages.kernels(c.fast, kernel_name, source)
             tiles |= found.tiles
             limits |= found.limits
-            panels |= found.rows
+            warps |= found.warps
             dense |= found.dense
             helpers |= set(triton_stages.needs(c.fast))
             if kernel_name not in cpp_steps:
@@ -209,7 +209,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
             kernels=kernels.functions,
             tiles=tiles,
             registers=limits,
-            panels=panels,
+            warps=warps,
             dense=dense,
         ),
         "kernels.cpp": wrapper.render(
