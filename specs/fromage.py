@@ -14,7 +14,7 @@ def fromage(
     A weight of length 0 takes a plain step; a gradient of length 0 changes nothing.
     """
     p_norm, g_norm = norm(p), norm(g)
-    ratio = where((p_norm > 0) & (g_norm > 0), p_norm / g_norm, 1.0)
-    shrink = where(g_norm > 0, 1 / sqrt(1 + lr * lr), 1.0)
+    ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)  # a NaN stays one
+    shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
     p = (p - lr * ratio * g) * shrink
     return p

@@ -27,6 +27,6 @@ def lamb(
     update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
     weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
     update_norm = norm(update)
-    trust = where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+    trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)  # a NaN stays one
     p = p - lr * trust * update
     return p, exp_avg, exp_avg_sq

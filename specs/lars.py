@@ -16,7 +16,7 @@ def lars(
     """Momentum of the steps, each of a length in proportion to the weight's; plain where weight or gradient is 0."""
     weight_norm, grad_norm = norm(p), norm(g)
     ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
-    local_lr = where((weight_norm > 0) & (grad_norm > 0), ratio, 1.0)
+    local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)  # a NaN stays one
     momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
     p = p - momentum_buffer
     return p, momentum_buffer

@@ -147,7 +147,7 @@ def lamb(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
 
     def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
         nonlocal m, v
-        m, v = torch.lerp(m, g, 1 - beta1), beta2 * v + (1 - beta2) * g.square()
+        m, v = m + (1 - beta1) * (g - m), beta2 * v + (1 - beta2) * g.square()
         u = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + hypers["eps"]) + hypers["weight_decay"] * p
         phi = min(max(float(torch.linalg.vector_norm(p)), hypers["min_norm"]), hypers["max_norm"])
         length = float(torch.linalg.vector_norm(u))
@@ -283,9 +283,9 @@ def adam_mini(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
 
     def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
         nonlocal m, v
-        blocks = g if g.ndim == 2 else g.reshape(1, -1)
+        dims = (1,) if g.ndim == 2 else tuple(range(g.ndim))
         m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * (blocks**2).sum(1) / blocks.shape[1]
+        v = beta2 * v + (1 - beta2) * (g**2).mean(dims)
         second = v[:, None] if g.ndim == 2 else v
         u = m / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + hypers["eps"])
         return p * (1 - lr * hypers["weight_decay"]) - lr * u

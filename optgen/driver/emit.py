@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import optgen
 from optgen import passes
-from optgen.backends import cpp, cpp_stages, host, reference, triton, wrapper
+from optgen.backends import cpp, cpp_stages, host, reference, triton, triton_stages, wrapper
 from optgen.backends.host import Unpack
 from optgen.driver import explain, targets
 from optgen.driver.targets import Case
@@ -128,11 +128,15 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
     compiled = [compile_case(spec, case, maths) for case in targets.cases(spec, plan)]
     scalars, steps, codecs, kernels = Pool(), Pool(), Pool(), Pool()
     cpp_kernels: dict[str, list[str]] = {}  # under the names of the Triton kernels that do the same
-    cpp_parts, cpp_steps = Pool(), Pool()  # of steps that take several stages
+    cpp_parts = Pool()  # of steps that take several stages
+    cpp_steps: dict[str, list[str]] = {}
     source = f"{targets.source_name(spec.loc.file)}"
     rows: list[dict[str, Any]] = []
     tiles: dict[str, int] = {}
     limits: dict[str, int | None] = {}
+    panels: dict[str, int] = {}
+    dense: dict[str, dict[str, int]] = {}
+    helpers: set[str] = set()
     unpack = unpack_of(spec)
     for c in compiled:
         wanted = function_name(spec, c.case)
@@ -142,6 +146,9 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
 
         def kernel(name: str, c: Compiled = c) -> list[str]:
             return triton.kernel(c.fast.stages[0].schedule, name, source)
+
+        def staged(name: str, c: Compiled = c) -> list[str]:
+            return triton_stages.kernels(c.fast, name, source).lines
 
         def code(name: str, c: Compiled = c) -> list[str]:
             return [
@@ -157,8 +164,18 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         reference_name = steps.add(wanted, step, [let.name for let in c.strict.host])
         codec_name = codecs.add(wanted, code)
         if len(c.fast.stages) > 1:
-            cpp_name = _cpp_step(c.fast, wanted, source, cpp_parts, cpp_steps)
-            rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, cpp_name, codec_name))
+            kernel_name = wanted
+            if triton_stages.able(c.fast):
+                kernel_name = kernels.add(wanted, staged, [let.name for let in c.fast.host])
+                found = triton_stages.kernels(c.fast, kernel_name, source)
+                tiles |= found.tiles
+                limits |= found.limits
+                panels |= found.rows
+                dense |= found.dense
+                helpers |= set(triton_stages.needs(c.fast))
+            if kernel_name not in cpp_steps:
+                cpp_steps[kernel_name] = _cpp_step(c.fast, kernel_name, source, cpp_parts)
+            rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))
             continue
         (only,) = c.fast.stages
         kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.host])
@@ -189,22 +206,24 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         "triton_kernels.py": wrapper.render(
             "triton.py.j2",
             header=head["triton"],
-            helpers=triton.helpers(single),
+            helpers=sorted({*(triton.helpers(single) if single or not helpers else ()), *helpers}),
             kernels=kernels.functions,
             tiles=tiles,
             registers=limits,
+            panels=panels,
+            dense=dense,
         ),
         "kernels.cpp": wrapper.render(
             "cpp.cpp.j2",
             header=re.sub("^#", "//", head["cpp"], flags=re.M),
-            include="stages.h" if cpp_steps.functions else "optgen.h",
-            kernels=[*cpp_kernels.values(), *cpp_parts.functions, *cpp_steps.functions],
+            include="stages.h" if cpp_steps else "optgen.h",
+            kernels=[*cpp_kernels.values(), *cpp_parts.functions, *cpp_steps.values()],
         ),
     }
 
 
-def _cpp_step(step: Step, name: str, source: str, parts: Pool, steps: Pool) -> str:
-    """Name of the C++ struct of a step that takes several stages; equal stages are printed once."""
+def _cpp_step(step: Step, name: str, source: str, parts: Pool) -> list[str]:
+    """The C++ struct of a step that takes several stages; equal stages are printed once, into `parts`."""
     names = []
     for k, stage in enumerate(step.stages):
         if stage.call:
@@ -212,7 +231,7 @@ def _cpp_step(step: Step, name: str, source: str, parts: Pool, steps: Pool) -> s
         wanted = f"{name}_{k + 1}"
         scalars = [let.name for let in stage.schedule.program.host]
         names.append(parts.add(wanted, partial(cpp_stages.stage, step, k, source=source), scalars))
-    return steps.add(name, partial(cpp_stages.whole, step, stages=names))
+    return cpp_stages.whole(step, name, names)
 
 
 def _variant_row(
@@ -247,7 +266,7 @@ def _variant_row(
         host_states=program.host_states,
         init=dict(starts),
         temps=[_temp_row(c.fast, b) for b in c.fast.temps],
-        stages=_stage_rows(c.fast, name) if len(c.fast.stages) > 1 else [],
+        stages=_stage_rows(c.fast, kernel) if len(c.fast.stages) > 1 else [],
     )
 
 

@@ -157,6 +157,7 @@ class Optimizer(torch.optim.Optimizer):
         found = options.check(type(self), group)
         found["plan"] = options.record_plan(type(self), found["plan"], tensors)
         options.warn_unknown(type(self), param_group)
+        self._refuse_vectors(tensors, {**group, **found}, params)
         super().add_param_group({**param_group, **found, "params": params})
         for p in tensors:
             self._dtypes[id(p)] = (p, p.dtype)
@@ -175,6 +176,24 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"{owner} does not support parameters of layout {p.layout}")
         if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
             raise ValueError(f"{owner}: a parameter of shape {list(p.shape)} is an expanded view: its elements overlap")
+
+    def _refuse_vectors(self, tensors: list[Tensor], group: dict[str, Any], params: Any) -> None:
+        """ValueError for a parameter without rows and columns where the rule needs them."""
+        first = sum(len(g["params"]) for g in self.param_groups)
+        given = params if isinstance(params, list) else []
+        names = {id(p[1]): str(p[0]) for p in given if isinstance(p, tuple)}
+        for i, p in enumerate(tensors):
+            if p.ndim >= 2 or not p.requires_grad:
+                continue
+            cls, shape = type(self), tuple(p.shape)
+            plan = plans.load(cls, plans.plan_name(cls, group["plan"], p.dtype))
+            small = p.numel() < plans.small_numel(plan)
+            if plans.variant(plan, p.dtype, small, options.flags_of(cls, group, shape)).needs_matrix:
+                label = state.label(p, names.get(id(p), first + i))
+                raise ValueError(
+                    f"{cls.__name__}: {label} has no rows and columns, whose statistics this rule needs; "
+                    f"give such parameters to another optimizer"
+                )
 
     def _entries(self) -> Iterator[Entry]:
         position = 0

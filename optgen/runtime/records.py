@@ -252,6 +252,12 @@ class Variant:
     def step_name(self) -> str:
         return self.step or self.function
 
+    @cached_property
+    def needs_matrix(self) -> bool:
+        """Whether it keeps or computes anything per row, column or matrix of the last two dimensions."""
+        spaces = {f.space for f in self.fields} | {t.space for t in self.temps}
+        return not spaces.isdisjoint({"row", "col", "mat"})
+
     @property
     def kernel_name(self) -> str:
         return self.kernel or self.function

@@ -1,0 +1,210 @@
+"""Rules that reduce, beside their oracles: every shape that a parameter has, settings drawn at random, fifty steps.
+
+In fp64 the spec is the oracle but for the order of its sums.  In fp32 the optimizer, compiled and stepped as a user
+would, lies within the enclosure of each step, and so does the oracle: both start from the same weight, the oracle
+with its own exact states.  The enclosure of the states is carried from the first step on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optgen.driver import targets
+from optgen.driver.compile import compile as compile_class
+from optgen.lang import Spec
+from optgen.lang.declare import HyperDecl
+from optgen.verify.differential import Trial, Values, enclose
+from optgen.verify.intervals import Interval
+from tests import oracles
+from tests.harness import plan_of, spec_of
+from tests.oracles import REDUCING
+
+STEPS = 50
+SHAPES = ((), (1,), (7,), (1, 1), (1, 6), (6, 1), (5, 7), (2, 3, 4), (4, 3, 3, 3))
+LONG = (3, 1100)  # more columns than are summed at a time
+KEPT = ("eps", "min_norm", "max_norm")  # nobody tunes them
+
+
+def drawn(h: HyperDecl, draw: torch.Generator) -> Any:
+    """A legal value about as far from its end of the range as the default is; nonzero where the default is 0."""
+    out = []
+    for value in h.values:
+        factor = 2.0 ** float(torch.empty(()).uniform_(-1, 1, generator=draw))
+        far = 1 - (1 - value) * factor if h.lt == 1 and value else (value or 0.05) * factor
+        out.append(far if h.allows(far) else value)
+    return tuple(out) if isinstance(h.default, tuple) else out[0]
+
+
+def cases(name: str) -> Iterator[tuple[dict[str, bool], dict[str, Any]]]:
+    """(flags, hyper-parameters): every setting of the flags, each with hyper-parameters of its own."""
+    spec, draw = spec_of(name), torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    free = [f.name for f in spec.flags if not f.derived]
+    switches = [f.nonzero for f in spec.flags if f.nonzero]
+    for values in itertools.product((False, True), repeat=len(free)):
+        for zeros in itertools.product((False, True), repeat=len(switches)):
+            hypers = {h.name: h.default if h.name in KEPT else drawn(h, draw) for h in spec.hypers}
+            hypers |= {name: 0.0 for name, zero in zip(switches, zeros, strict=True) if zero and name}
+            flags = dict(zip(free, values, strict=True))
+            if all(not flags.get(f.name) or not f.needs or hypers[f.needs] for f in spec.flags):
+                hypers |= {f.excludes: 0.0 for f in spec.flags if f.excludes and flags.get(f.name)}
+                yield flags, hypers
+
+
+CASES = [(name, k) for name in sorted(REDUCING) for k in range(len(list(cases(name))))]
+
+
+def gradients(shape: tuple[int, ...], draw: torch.Generator) -> list[Tensor]:
+    """fp32, of sizes that vary from step to step and from element to element."""
+    sizes = [2.0 ** float(torch.randn((), generator=draw)) for _ in range(STEPS)]
+    return [torch.randn(shape, generator=draw) * torch.randn(shape, generator=draw).exp() * s for s in sizes]
+
+
+def rate(lr: float, t: int) -> float:
+    return lr * (1 + 0.5 * math.sin(t))
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Peers keep some of their states in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("shape", [*SHAPES, LONG], ids=str)
+@pytest.mark.parametrize(("name", "k"), CASES)
+def test_the_spec_is_its_oracle(name: str, k: int, shape: tuple[int, ...]) -> None:
+    """Fewer than 64 roundings per element and step, and three chains of sums of all elements; in units of 2^-53.
+
+    A rule of signs moves by lr either way: there a sum that is 0 but for rounding would decide, and none is.
+    """
+    flags, hypers = list(cases(name))[k]
+    spec, oracle = spec_of(name), REDUCING[name](flags, hypers)
+    draw = torch.Generator().manual_seed(k)
+    ours = theirs = torch.randn(shape, generator=draw, dtype=torch.float64)
+    states: dict[str, Any] = {}
+    host: dict[str, Any] = {}
+    for t, g in enumerate(gradients(shape, draw), 1):
+        lr = rate(hypers["lr"], t)
+        ours, states, host = spec.evaluate(ours, g.double(), t, states, host, **(hypers | {"lr": lr}), **flags)
+        theirs = oracle(theirs, g.double(), t, lr)
+        allowed = t * (64 + 3 * ours.numel()) * 2.0**-53
+        torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed, msg=lambda m, t=t: f"step {t}: {m}")
+
+
+@cache
+def compiled(name: str) -> type[Any]:
+    return compile_class(spec_of(name), plan_of("fp32"))
+
+
+def storage_of(spec: Spec, trial: Trial) -> Any:
+    return trial.storage(plan_of("fp32"), targets.recurrences_of(spec, tuple(sorted(trial.flags.items()))))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "k"), CASES)
+def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shape: tuple[int, ...]) -> None:
+    flags, hypers = list(cases(name))[k]
+    spec, oracle = spec_of(name), REDUCING[name](flags, hypers)
+    draw = torch.Generator().manual_seed(k)
+    trial = Trial(compiled(name), spec, torch.randn(shape, generator=draw), plan="fp32", options=hypers | flags)
+    storage, options = storage_of(spec, trial), hypers | flags
+    carried = {s: Interval.point(v) for s, v in trial.decoded().items() if s != "p"}
+    claimed, width, moved = 0.0, [], []
+    for t, g in enumerate(gradients(shape, draw), 1):
+        before = trial.decoded()["p"]
+        inside = enclose(spec, storage, Values(Interval.point(before), carried, trial.host, trial.step), g, options)
+        exact = oracle(before.double(), g.double(), t, hypers["lr"])
+        trial.run(g)
+        after = trial.decoded()
+        assert inside.p.contains(after["p"]).all(), t
+        assert inside.p.contains(exact).all(), t
+        assert all(inside.states[s].contains(after[s]).all() for s in carried), t
+        carried = dict(inside.states)
+        claimed += float(inside.p.known.double().mean()) / STEPS
+        width.append((inside.p.hi - inside.p.lo).flatten())
+        moved.append((exact - before).abs().flatten())
+    # OrthoGrad's direction of a lone number, or of numbers all along the weight, is rounding noise.
+    if not (name == "orthograd" and math.prod(shape) == 1):
+        assert claimed > 0.9
+        # Narrow enough to tell one rule from another: a small part of a step.
+        assert float(torch.cat(width).nanmedian()) < 0.01 * float(torch.cat(moved).median())
+
+
+# -- peers that are no dependency of the tests: they run where they are installed
+
+
+def follows(make: Any, oracle: Any, shapes: tuple[tuple[int, ...], ...], lr: float, relative: float) -> None:
+    """Twenty steps of a torch optimizer beside an oracle."""
+    for shape in shapes:
+        draw = torch.Generator().manual_seed(1)
+        theirs, exact = oracles.stepping(make), oracle()
+        p = q = torch.randn(shape, generator=draw, dtype=torch.float64)
+        for t in range(1, 21):
+            g = torch.randn(shape, generator=draw, dtype=torch.float64)
+            p, q = theirs(p, g, t, lr), exact(q, g, t, lr)
+        torch.testing.assert_close(p, q, rtol=relative, atol=relative)
+
+
+@pytest.mark.usefixtures("double")
+def test_transformers_adafactor_is_the_papers() -> None:
+    transformers = pytest.importorskip("transformers.optimization")
+    base = {"eps": (1e-30, 1e-3), "clip_threshold": 0.8, "decay_rate": -0.8, "weight_decay": 0.01}
+    for scale, relative, beta1 in itertools.product((False, True), (False, True), (0.0, 0.9)):
+        flags = {"scale_parameter": scale, "relative_step": relative}
+
+        def make(ps: Any, flags: Any = flags, beta1: float = beta1) -> torch.optim.Optimizer:
+            lr = None if flags["relative_step"] else 1e-2
+            return transformers.Adafactor(ps, lr=lr, beta1=beta1 or None, warmup_init=False, **base, **flags)
+
+        def exact(flags: Any = flags, beta1: float = beta1) -> oracles.Step:
+            return oracles.adafactor_paper(flags, base | {"beta1": beta1})
+
+        def kept(ps: Any, make: Any = make, flags: Any = flags) -> torch.optim.Optimizer:
+            return _without_lr(make(ps)) if flags["relative_step"] else make(ps)
+
+        # Its relative step has its own largest one, 1e-2.
+        follows(kept, exact, SHAPES[2:], 1e-2, 1e-10)
+
+
+def _without_lr(optimizer: Any) -> Any:
+    """The optimizer, whose own lr may be set from outside without effect."""
+    step, groups = optimizer.step, optimizer.param_groups
+
+    def run() -> None:
+        for group in groups:
+            group["lr"] = None
+        step()
+
+    optimizer.step = run
+    return optimizer
+
+
+@pytest.mark.usefixtures("double")
+def test_the_authors_came_is_the_papers() -> None:
+    came_pytorch = pytest.importorskip("came_pytorch")
+    options = {"eps": (1e-30, 1e-16), "clip_threshold": 0.8, "betas": (0.9, 0.99, 0.999), "weight_decay": 0.01}
+    follows(
+        lambda ps: came_pytorch.CAME(ps, lr=1e-2, **options), lambda: oracles.came({}, options), SHAPES[2:], 1e-2, 1e-10
+    )
+
+
+@pytest.mark.usefixtures("double")
+def test_pytorch_optimizers_sm3_is_the_papers_on_vectors_and_matrices() -> None:
+    module = pytest.importorskip("pytorch_optimizer")
+    for momentum in (0.0, 0.8):
+        follows(
+            lambda ps, momentum=momentum: module.SM3(ps, lr=0.1, momentum=momentum),
+            lambda momentum=momentum: oracles.sm3({}, {"momentum": momentum}),
+            ((7,), (1, 6), (6, 1), (5, 7)), 0.1, 1e-10,
+        )  # fmt: skip

@@ -1,0 +1,160 @@
+"""Edge facts of rules that reduce: zeros, what is not finite and how far it reaches, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optgen import compile as compile_class
+from optgen.lang import col, col_mean, hyper, nonneg, optimizer, row, row_mean, row_sum, rsqrt, shape_flag
+from tests.harness import plan_of
+from tests.oracles import REDUCING
+from tests.product import Cell, Run, at_shape, build, spec_of
+
+SHAPE, AT = (4, 6), (1, 2)
+FACTORED = ("adafactor", "adafactor_paper", "came", "sm3")
+
+E = torch.zeros(SHAPE, dtype=torch.bool).index_put_((torch.tensor(AT[0]), torch.tensor(AT[1])), torch.tensor(True))
+ROW = E.any(1, keepdim=True).expand(SHAPE)
+CROSS = ROW | E.any(0, keepdim=True)
+ALL, NONE = E | ~E, E & ~E
+
+# What is not finite in the weight after a step whose gradient has one such element, and after the next one, which is
+# clean: a NaN reaches all that is divided by a sum over it; an infinite sum makes the others' quotients 0.
+REACH = {
+    ("adafactor", "nan"): (ALL, ALL), ("adafactor", "inf"): (ALL, ALL),
+    ("adafactor_paper", "nan"): (ALL, ALL), ("adafactor_paper", "inf"): (ALL, ALL),
+    ("adam_mini", "nan"): (ROW, ROW), ("adam_mini", "inf"): (E, E),
+    ("came", "nan"): (ALL, ALL), ("came", "inf"): (ALL, ALL),
+    ("cautious_adamw", "nan"): (E, E), ("cautious_adamw", "inf"): (E, E),
+    ("cautious_lion", "nan"): (E, E), ("cautious_lion", "inf"): (NONE, NONE),
+    ("fromage", "nan"): (ALL, ALL), ("fromage", "inf"): (E, ALL),
+    ("lamb", "nan"): (ALL, ALL), ("lamb", "inf"): (ALL, ALL),
+    ("lars", "nan"): (ALL, ALL), ("lars", "inf"): (E, ALL),
+    ("mars", "nan"): (ALL, ALL), ("mars", "inf"): (E, E),
+    ("novograd", "nan"): (ALL, ALL), ("novograd", "inf"): (E, E),
+    ("orthograd", "nan"): (ALL, ALL), ("orthograd", "inf"): (ALL, ALL),
+    # A maximum of a row is read at the next step.
+    ("sm3", "nan"): (E, CROSS), ("sm3", "inf"): (E, E),
+    ("stable_adamw", "nan"): (ALL, ALL), ("stable_adamw", "inf"): (ALL, ALL),
+}  # fmt: skip
+
+
+def trained(name: str, steps: int = 1) -> tuple[Run, torch.Generator]:
+    draw = torch.Generator().manual_seed(0)
+    run = Run(build(at_shape(Cell(name, "fp32", "float32"), SHAPE)), torch.randn(SHAPE, generator=draw))
+    for _ in range(steps):
+        run.step(torch.randn(SHAPE, generator=draw))
+    return run, draw
+
+
+def test_every_rule_says_how_far_it_reaches() -> None:
+    assert {name for name, _ in REACH} == set(REDUCING)
+
+
+@pytest.mark.parametrize(("name", "bad"), REACH)
+def test_what_is_not_finite_reaches_as_far_as_the_rule_sums(name: str, bad: str) -> None:
+    run, draw = trained(name)
+    for k, reached in enumerate(REACH[name, bad]):
+        g = torch.randn(SHAPE, generator=draw)
+        if k == 0:
+            g[AT] = float(bad)
+        run.step(g)
+        assert torch.equal(~run.buffers["p"].isfinite(), reached)
+
+
+@pytest.mark.parametrize("name", sorted(REDUCING))
+@pytest.mark.parametrize("line", ["row", "column", "all"])
+@pytest.mark.parametrize("steps", [0, 1], ids=["first", "second"])
+def test_a_line_without_gradient_and_weight_stays_finite_and_keeps_its_zeros(name: str, line: str, steps: int) -> None:
+    """Statistics of 0 divide nothing by 0; with no momentum from before, what has no gradient does not move."""
+    run, draw = trained(name, steps)
+    where = {"row": (0, slice(None)), "column": (slice(None), 0), "all": (slice(None), slice(None))}[line]
+    run.buffers["p"][where] = 0
+    run.hypers |= {"weight_decay": 0.0} if "weight_decay" in run.hypers else {}
+    g = torch.randn(SHAPE, generator=draw)
+    g[where] = 0
+    run.step(g)
+    kept = run.decoded()
+    assert all(v.isfinite().all() for v in kept.values())
+    if steps == 0:
+        assert (kept["p"][where] == 0).all()
+    run.step(torch.randn(SHAPE, generator=draw))
+    assert all(v.isfinite().all() for v in run.decoded().values())
+    # CAME's confidence in a line that never moved is the inverse of its eps: still a finite step.
+    assert run.buffers["p"].abs().max() < 1e9
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_a_matrix_of_one_element_is_its_own_row_and_column(name: str) -> None:
+    """Both statistics are the square itself (or the largest of it): what a vector of one element keeps."""
+    draw = torch.Generator().manual_seed(0)
+    p = torch.randn((), generator=draw, dtype=torch.float64)
+    spec = spec_of(name)
+    matrix, vector = p.reshape(1, 1), p.reshape(1)
+    kept: tuple[dict, dict] = ({}, {})
+    for t in range(1, 6):
+        g = torch.randn((), generator=draw, dtype=torch.float64)
+        matrix, m, _ = spec.evaluate(matrix, g.reshape(1, 1), t, kept[0])
+        vector, v, _ = spec.evaluate(vector, g.reshape(1), t, kept[1])
+        kept = (m, v)
+        if name == "came":  # whose confidence is for matrices only
+            assert float(m["exp_avg"]) == pytest.approx(float(v["exp_avg"]), rel=1e-12)
+        else:
+            assert float(matrix) == pytest.approx(float(vector), rel=1e-12)
+
+
+# -- refused
+
+
+@optimizer(cite="nobody")
+def unguarded(p, g, r=row(nonneg), c=col(nonneg), *, lr=hyper(1e-2, ge=0)):
+    """Factored, with nothing to do for a vector."""
+    r = 0.9 * r + 0.1 * row_mean(g * g)
+    c = 0.9 * c + 0.1 * col_mean(g * g)
+    p = p - lr * g * rsqrt(r + c + 1e-12)
+    return p, r, c
+
+
+@optimizer(cite="nobody")
+def stateless(p, g, *, lr=hyper(1e-2, ge=0)):
+    """A row's statistic that nobody keeps."""
+    p = p - lr * g / (1 + row_sum(abs(g)))
+    return p
+
+
+@optimizer(cite="nobody")
+def guarded(p, g, *, lr=hyper(1e-2, ge=0), matrix=shape_flag(lambda shape: len(shape) >= 2)):
+    """The same, with something to do for a vector."""
+    scale = 1 + row_sum(abs(g)) if matrix else 1 + abs(g)
+    p = p - lr * g / scale
+    return p
+
+
+@pytest.mark.parametrize("spec", [unguarded, stateless], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", [(), (7,)], ids=str)
+def test_a_vector_is_refused_by_a_rule_of_rows_when_the_optimizer_is_made(spec, shape) -> None:
+    cls = compile_class(spec, plan_of("fp32"))
+    good, bad = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(shape))
+    text = rf"{spec.class_name}: parameter 'bias' \(float32 \[{'7' if shape else ''}\]\) has no rows and columns"
+    with pytest.raises(ValueError, match=text):
+        cls([("weight", good), ("bias", bad)])
+    with pytest.raises(ValueError, match="parameter 1 "):
+        cls([good, bad])
+    optimizer_ = cls([good])
+    with pytest.raises(ValueError, match="parameter 1 "):
+        optimizer_.add_param_group({"params": bad})
+    assert len(optimizer_.param_groups) == 1  # nothing was added
+    bad.requires_grad_(False)
+    cls([good, bad])  # frozen parameters may be anything
+
+
+def test_a_shape_flag_makes_vectors_welcome() -> None:
+    cls = compile_class(guarded, plan_of("fp32"))
+    vector = torch.nn.Parameter(torch.ones(3))
+    matrix = torch.nn.Parameter(torch.ones(2, 3))
+    step = cls([vector, matrix], lr=1.0)
+    vector.grad, matrix.grad = torch.full((3,), 2.0), torch.full((2, 3), 2.0)
+    step.step()
+    assert torch.allclose(vector, torch.full((3,), 1 - 2 / 3))
+    assert torch.allclose(matrix, torch.full((2, 3), 1 - 2 / 7))
