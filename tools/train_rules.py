@@ -39,26 +39,31 @@ class Rule:
     """A generated class and how it is used here; `aside`: options of embeddings, norms and the head."""
 
     name: str
+    spec: str
     options: Mapping[str, Any]
     aside: Mapping[str, Any] = field(default_factory=dict)
 
 
 RULES = (
-    Rule("AdamW", {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
-    Rule("CAME", {"lr": 1.5e-3, "weight_decay": 0.1}),
-    Rule("Adafactor", {"lr": 1.5e-3, "weight_decay": 0.1}),
-    Rule("LAMB", {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}),
-    Rule("StableAdamW", {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
-    Rule("ScheduleFreeAdamW", {"lr": 5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 30}),
-    Rule("Muon", {"lr": 1e-2, "weight_decay": 0.1, "adamw_lr": 1.5e-3}, {"adamw": True}),
+    Rule("AdamW", "adamw", {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+    Rule("CAME", "came", {"lr": 1.5e-3, "weight_decay": 0.1}),
+    Rule("Adafactor", "adafactor", {"lr": 1.5e-3, "weight_decay": 0.1}),
+    Rule("LAMB", "lamb", {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+    Rule("StableAdamW", "stable_adamw", {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+    Rule(
+        "ScheduleFreeAdamW",
+        "schedule_free_adamw",
+        {"lr": 5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 30},
+    ),
+    Rule("Muon", "muon", {"lr": 1e-2, "weight_decay": 0.1, "adamw_lr": 1.5e-3}, {"adamw": True}),
 )
 
 
 def make(rule: Rule, plan: str, model: nn.Module, options: Mapping[str, Any]) -> torch.optim.Optimizer:
     """The optimizer of a rule; two groups where the rule treats embeddings and the head apart."""
-    import generated
+    import optgen
 
-    cls = getattr(generated, rule.name)
+    cls = optgen.compile(rule.spec, plan=plan)
     named = list(model.named_parameters())
     if not rule.aside:
         return cls([p for _, p in named], plan=plan, **options)

@@ -184,7 +184,7 @@ def _block_max(p: Printer, n: Node) -> Text:
 
 
 def _load(p: Printer, n: Node) -> Text:
-    if n.space == spaces.tensor:
+    if n.space in (spaces.tensor, spaces.model):
         return f"tl.load({n.attr}_ptr)", ATOM
     if n.space != spaces.elem:
         return f"get({n.attr}_ptr, at_{n.space.name}, live_{n.space.name}, MASKED)", ATOM
@@ -322,7 +322,7 @@ def _comment(b: Buffer) -> str:
     return f"{dtype} {shape}  {access}"
 
 
-_SHAPES = {"row": "[rows]", "col": "[columns]", "mat": "[matrices]", "tensor": "[1]"}
+_SHAPES = {"row": "[rows]", "col": "[columns]", "mat": "[matrices]", "tensor": "[1]", "model": "[1]"}
 
 
 def _put(program: Program, s: Store, printer: TritonPrinter) -> str:

@@ -60,9 +60,8 @@ class SmallPrinter(TritonPrinter):
     keeps = True
 
 
-def able(step: Step) -> bool:
-    """Whether there are kernels for the step: values of the whole model are made by nobody here."""
-    return all(b.space != spaces.model for s in step.stages for b in s.schedule.program.buffers)
+ONE = (spaces.tensor, spaces.model)
+"""Spaces of one value in every tensor's room: what is summed over the model, the host adds up."""
 
 
 def touches_matrices(program: Program) -> bool:
@@ -137,6 +136,8 @@ def kernels(step: Step, function: str, source: str = "") -> Kernels:
     frame, out = Frame.of(step), Kernels([], {}, {}, {}, {})
     for k, stage in enumerate(step.stages):
         name, program = f"{function}_{k + 1}", stage.schedule.program
+        if stage.call:
+            continue
         first = k == 0 or step.stages[k - 1].level != stage.level
         if stage.is_sweep and touches_matrices(program):
             lines = _panels(stage.schedule, name, frame, source)
@@ -148,7 +149,7 @@ def kernels(step: Step, function: str, source: str = "") -> Kernels:
             out.tiles[name] = tile_elements(stage.schedule)
             out.limits[name] = registers(stage.schedule)
         elif first:
-            level = [(f"{function}_{i + 1}", s) for i, s in enumerate(step.stages) if s.level == stage.level]
+            level = [(f"{function}_{i + 1}", s) for i, s in _of_level(step, stage.level)]
             lines = _between(level, name, frame)
         else:
             continue
@@ -156,17 +157,22 @@ def kernels(step: Step, function: str, source: str = "") -> Kernels:
     return out
 
 
+def _of_level(step: Step, level: int) -> list[tuple[int, Stage]]:
+    """The kernels of a level, by their number."""
+    return [(i, s) for i, s in enumerate(step.stages) if s.level == level and not s.call]
+
+
 def needs(step: Step) -> list[str]:
     """Names to import from optgen.runtime.triton_prelude."""
-    names = set(helpers([s.schedule for s in step.stages]))
+    names = set(helpers([s.schedule for s in step.stages if not s.call]))
     strict = step.program.maths == "strict"
     for s in step.stages:
         if s.is_sweep and touches_matrices(s.schedule.program):
             for t in terms(s.schedule):
                 names |= {"down", "fold"} if strict or t.is_max else set()
                 names.discard("opaque")
-        elif not s.is_sweep:
-            names |= {"term", "fold"} if s.schedule.partials else set()
+        elif not s.is_sweep and any(b.space != spaces.model for b in s.schedule.partials):
+            names |= {"term", "fold"}
     return sorted(names)
 
 
@@ -400,7 +406,7 @@ class RoundPrinter(TritonPrinter):
 
     def _load(self, _: object, n: Node) -> tuple[str, int]:
         mine = self.program.space
-        if n.space == spaces.tensor:
+        if n.space in ONE:
             return f"tl.load({n.attr}_ptr)", ATOM
         if n.space == mine:
             text = f"{n.attr}_ptr + at"
@@ -411,7 +417,7 @@ class RoundPrinter(TritonPrinter):
 
 
 _SIZE = {"row": "rows", "col": "columns"}
-_WHAT = {"row": "rows", "col": "columns", "mat": "matrices", "tensor": "the tensor"}
+_WHAT = {"row": "rows", "col": "columns", "mat": "matrices", "tensor": "the tensor", "model": "the model"}
 
 
 def _between(level: Sequence[tuple[str, Stage]], function: str, frame: Frame) -> list[str]:
@@ -462,8 +468,9 @@ def _round(stage: Stage, function: str) -> list[str]:
     taken = [*_round_arguments(stage)[:-1], "LANES: tl.constexpr"]
     out = ["@triton.jit", *wrapped(f"def {function}_round(", taken)]
     out.append(f'    """What is done with values of {_WHAT[space]}."""')
-    stores = [s for s in sweep.stores if program.buffer(s.buffer).role != "partial"]
     reduced = [s for s in sweep.stores if program.buffer(s.buffer).role == "partial"]
+    reduced = [s for s in reduced if program.buffer(s.buffer).space != spaces.model]
+    stores = [s for s in sweep.stores if s not in reduced]
     whole = [s for s in reduced if program.buffer(s.buffer).space == spaces.tensor]
     groups = [s for s in reduced if s not in whole]
     # What is reduced is computed from what was there before anything of the round is stored.
@@ -484,7 +491,7 @@ def _body(stage: Stage, stores: Sequence[Store], wanted: Sequence[Store], indent
     printer = RoundPrinter(program, ranges(roots, scalar_ranges(program)))
     needed = {n.uid for n in postorder([s.node for s in (*stores, *wanted)])}
     lines = bound_lines(tuple(let for let in schedule.sweep.lets if let.node.uid in needed), printer)
-    scalar = program.space == spaces.tensor
+    scalar = program.space in ONE
     for s in stores:
         at = f"{s.buffer}_ptr" if scalar else f"{s.buffer}_ptr + at"
         lines["encode"].append((f"tl.store({at}, {printer.text(s.node)}{'' if scalar else ', mask=live'})", ""))
@@ -503,7 +510,7 @@ def _commented(lines: list[tuple[str, str]]) -> list[str]:
 def _entries(stage: Stage, stores: Sequence[Store]) -> list[str]:
     """A round without reductions."""
     space = stage.space.name
-    if space == "tensor":
+    if stage.space in ONE:
         return _body(stage, stores, (), "    ")
     size = f" * {_SIZE[space]}" if space in _SIZE else ""
     out = [f"    for start in range(first{size}, end{size}, 1024):"]
@@ -557,4 +564,4 @@ def _results(stage: Stage, wanted: Sequence[Store], at: str, mask: str, shape: s
     return out
 
 
-__all__ = ["Frame", "Kernels", "able", "kernels", "needs", "panel_columns"]
+__all__ = ["Frame", "Kernels", "kernels", "needs", "panel_columns"]

@@ -164,15 +164,13 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         reference_name = steps.add(wanted, step, [let.name for let in c.strict.host])
         codec_name = codecs.add(wanted, code)
         if len(c.fast.stages) > 1:
-            kernel_name = wanted
-            if triton_stages.able(c.fast):
-                kernel_name = kernels.add(wanted, staged, [let.name for let in c.fast.host])
-                found = triton_stages.kernels(c.fast, kernel_name, source)
-                tiles |= found.tiles
-                limits |= found.limits
-                panels |= found.rows
-                dense |= found.dense
-                helpers |= set(triton_stages.needs(c.fast))
+            kernel_name = kernels.add(wanted, staged, [let.name for let in c.fast.host])
+            found = triton_stages.kernels(c.fast, kernel_name, source)
+            tiles |= found.tiles
+            limits |= found.limits
+            panels |= found.rows
+            dense |= found.dense
+            helpers |= set(triton_stages.needs(c.fast))
             if kernel_name not in cpp_steps:
                 cpp_steps[kernel_name] = _cpp_step(c.fast, kernel_name, source, cpp_parts)
             rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))

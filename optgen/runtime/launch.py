@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import cpu, cpu_stages, layout, native, options, plans, replay, stages
+from optgen.runtime import cpu, cpu_stages, layout, native, options, plans, replay, staged, stages
 from optgen.runtime.bucket import Backend, Bucket
 from optgen.runtime.records import Variant
 from optgen.runtime.workspace import Workspace, matrices
@@ -278,6 +278,9 @@ def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int)
     grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
     if tables.staged is not None:
         told = functools.partial(_limits, kernels, bucket.device)
+        if not bucket.variant.is_simple:
+            staged.run(runner(bucket, tables, scalars, step_key))
+            return
         with guard(bucket.device):
             stages.run(tables.staged, kernels, grad, scalars, step_key, told)
         torch.autograd.graph.increment_version(bucket.params)
@@ -300,6 +303,24 @@ def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int)
                 enable_fp_fusion=False,
                 **options,
             )
+    torch.autograd.graph.increment_version(bucket.params)
+
+
+def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int) -> staged.Runner:
+    """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
+    import triton.language as tl
+
+    plan = tables.staged
+    assert plan is not None
+    own = plans.part(bucket.plan, "triton_kernels")
+    grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
+    told = functools.partial(_limits, own, bucket.device)
+
+    def kernels(begin: int, end: int) -> None:
+        with guard(bucket.device):
+            stages.run(plan, own, grad, scalars, step_key, told, begin, end)
+
+    yield from staged.drive(bucket, plan.room, scalars, kernels)
     torch.autograd.graph.increment_version(bucket.params)
 
 
@@ -347,7 +368,8 @@ def able(backend: Backend, plan: ModuleType, variant: Variant) -> Backend:
     """The backend, or eager torch where it has no kernels for a step of several stages."""
     if not variant.stages or backend in ("reference", "cpp"):
         return backend
-    if backend == "triton" and hasattr(plans.part(plan, "triton_kernels"), variant.stages[0].kernel):
+    kernels = [s.kernel for s in variant.stages if s.space != "call"]
+    if backend == "triton" and hasattr(plans.part(plan, "triton_kernels"), kernels[0]):
         return backend
     return "reference"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import cpu, plans, sums
+from optgen.runtime import cpu, launch, plans, sums
 from optgen.runtime.bucket import Bucket
 from optgen.runtime.records import Variant
 from optgen.runtime.staged import Runner
@@ -23,7 +23,9 @@ def runner(bucket: Bucket, tables: Any, scalars: Sequence[float], step_key: int)
     """The step of a bucket, in parts."""
     if tables is None:
         return reference_runner(bucket, scalars, step_key)
-    return cpu.runner(bucket, tables.table, scalars, step_key)
+    if tables.table is not None:
+        return cpu.runner(bucket, tables.table, scalars, step_key)
+    return launch.runner(bucket, tables, scalars, step_key)
 
 
 def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:

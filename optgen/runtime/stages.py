@@ -67,6 +67,7 @@ class Call:
 class Plan:
     """The launches of a bucket's step, and what of it may be kept.
 
+    ends    after how many calls a stage and all before it are done, those that are functions of matrices not counted
     lines   the tensors' rows of the table
     own     aligned or not, each: what of the addresses the launches depend on
     room    kept alive: the kernels know only its addresses
@@ -79,6 +80,7 @@ class Plan:
     dense: list[list[int]]
     table: Tensor
     calls: list[Call] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
 
 
@@ -176,7 +178,8 @@ class _Maker:
             plan.kept.append(self.operands)
         if not self.shapes:
             return
-        for _, level in groupby(self.variant.stages, key=lambda s: s.level):
+        kernels = [s for s in self.variant.stages if s.space != "call"]
+        for _, level in groupby(kernels, key=lambda s: s.level):
             stages = list(level)
             if stages[0].space == "elem":
                 for stage in stages:
@@ -184,6 +187,7 @@ class _Maker:
                     self._finish([self.temps[name] for name in stage.temps if name in self.partials])
             else:
                 self._between(stages)
+            plan.ends += [len(plan.calls)] * len(stages)
 
     def _add(
         self, kernel: str | Any, table: Tensor, work: Tensor, warps: int, constants: dict[str, Any],
@@ -304,8 +308,9 @@ class _Maker:
             self._add(triton_prelude.finish, self._small_table(lines), work, 4, {"MAX": is_max})
 
     def _between(self, stages: Sequence[Stage]) -> None:
-        whole = any(s.space == "tensor" for s in stages)
-        whole |= any(self.temps[name].space == "tensor" for s in stages for name in s.temps)
+        one = ("tensor", "model")
+        whole = any(s.space in one for s in stages)
+        whole |= any(self.temps[name].space in one for s in stages for name in s.temps)
         scalars = tuple(dict.fromkeys(k for s in stages for k in s.scalars))
         groups: dict[int, list[list[int]]] = {}
         for i, (matrices, rows, columns) in enumerate(self.sizes):
@@ -331,13 +336,16 @@ def run(
     scalars: Sequence[float],
     step_key: int,
     told: Callable[[str], dict[str, int]],
+    begin: int = 0,
+    end: int | None = None,
 ) -> None:
-    """All launches of a step, in order.
+    """The launches of stages [begin, end), by default of all, in order.
 
     grad  Triton's dtype of the gradients
     told  kernel -> what else the compiler is told of it
     """
-    for call in plan.calls:
+    ends = [0, *plan.ends]
+    for call in plan.calls[ends[begin] : ends[-1 if end is None else end]]:
         own = isinstance(call.kernel, str)
         kernel: Any = getattr(kernels, call.kernel) if own else call.kernel
         arguments = [scalars[k] for k in call.scalars]
