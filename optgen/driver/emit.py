@@ -68,8 +68,9 @@ class Pool:
 def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
     """Lower one case and run the passes; strict for the reference, `maths` for the kernels."""
     program = lower(spec, case.flags, case.storage)
-    strict = passes.step(program, "strict")
-    fast = strict if maths == "strict" else passes.step(program, "fast")
+    pieces = passes.cut(program)
+    strict = passes.step(program, "strict", pieces=pieces)
+    fast = strict if maths == "strict" else passes.step(program, "fast", pieces=pieces)
     decode = passes.run(lower_decode(spec, case.storage), "strict")
     encode = passes.run(lower_encode(spec, case.storage), "strict")
     return Compiled(case, strict, fast, decode, encode)

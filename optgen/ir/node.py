@@ -169,11 +169,21 @@ class Rewriter:
         self.memo: dict[int, Node] = {}
 
     def __call__(self, root: Node) -> Node:
-        for node in postorder([root]):
-            if node.uid not in self.memo:
-                done = rebuild(node, [self.memo[a.uid] for a in node.args]) if node.args else node
-                self.memo[node.uid] = self.rule(done)
-        return self.memo[root.uid]
+        memo = self.memo
+        stack = [root]
+        while stack:  # as `postorder` goes, but not again below what is done
+            node = stack[-1]
+            if node.uid in memo:
+                stack.pop()
+                continue
+            waiting = [a for a in node.args if a.uid not in memo]
+            if waiting:
+                stack.extend(reversed(waiting))
+                continue
+            stack.pop()
+            done = rebuild(node, [memo[a.uid] for a in node.args]) if node.args else node
+            memo[node.uid] = self.rule(done)
+        return memo[root.uid]
 
 
 def is_const(node: Node, value: float | None = None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from optgen.base.loc import Loc
@@ -168,7 +169,7 @@ class Stage:
     def space(self) -> Space:
         return self.schedule.program.space
 
-    @property
+    @cached_property
     def call(self) -> str:
         """The function of whole matrices that the stage is; "" for a kernel."""
         found = (n.attr for s in self.schedule.sweep.stores for n in postorder([s.node]) if n.op == "call")

@@ -10,7 +10,7 @@ from optgen.ir.program import Program, Schedule, Stage, Step
 from optgen.ir.verify import verify
 from optgen.passes import scalars
 from optgen.passes.convert import convert
-from optgen.passes.cut import cut
+from optgen.passes.cut import Cut, cut
 from optgen.passes.decompose import decompose
 from optgen.passes.fold import fold
 from optgen.passes.fuse import fuse
@@ -67,17 +67,23 @@ def run(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | 
     return _schedules(_programs(program, log), log)
 
 
-def step(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | None = None) -> Step:
-    """A whole optimizer step -> its kernels."""
+def step(
+    program: Program,
+    maths: Literal["strict", "fast"] = "fast",
+    log: Log | None = None,
+    *,
+    pieces: Cut | None = None,
+) -> Step:
+    """A whole optimizer step -> its kernels; `pieces`: what `cut` made of the same program before."""
     whole = replace(program, maths=maths)
     verify(whole, after="lower")
-    found = cut(whole)
+    found = pieces or cut(whole)
     done = []
     for piece in found.pieces:
         verify(piece.program, after="cut")
         if log and len(found.pieces) > 1:
             log("cut", whole, piece.program)
-        done.append(_programs(piece.program, log))
+        done.append(_programs(replace(piece.program, maths=maths), log))
     programs, host = scalars.merged(done)
     stages = []
     for piece, own in zip(found.pieces, programs, strict=True):

@@ -158,6 +158,20 @@ class Cutter:
                 self.stores.setdefault(self.buffers[s.buffer].owner, []).append(s)
         self.kept = {k.owner: k for k in program.kept}
         self.names = self._names(live)
+        self.first_users = self._first_users()
+
+    def _first_users(self) -> dict[int, Let]:
+        """Reductions and calls (by uid) -> the first line of the author that needs them."""
+        crossing = {n.uid for n in (*self.reductions, *self.calls)}
+        below: dict[int, frozenset[int]] = {}
+        out: dict[int, Let] = {}
+        for n in postorder(let.node for let in self.program.body):
+            found = frozenset().union(*(below[a.uid] for a in n.args))
+            below[n.uid] = found | {n.uid} if n.uid in crossing else found
+        for let in self.program.body:
+            for uid in below[let.node.uid]:
+                out.setdefault(uid, let)
+        return out
 
     def _is_small_store(self, s: Store) -> bool:
         return self.buffers[s.buffer].space.name in spaces.SMALL
@@ -402,7 +416,7 @@ class Cutter:
         users = []
         for r in (*self.reductions, *self.calls):
             if self.level(r) == sweep.level + 1:
-                let = next((x for x in self.program.body if any(n is r for n in postorder([x.node]))), None)
+                let = self.first_users.get(r.uid)
                 users.append(f"{let.name} ({let.loc.short})" if let and let.loc else str(r.attr or r.op))
         return ", ".join(dict.fromkeys(users))
 
